@@ -1,0 +1,125 @@
+"""Where each token of a batch sits in memory time: documents cut into shards, shards into chunks.
+
+Axis legend
+    B batch   T tokens   H heads   C tokens per chunk   rows: one shard of one document each   N chunks of all rows
+
+A token's memory time is its index among the valid tokens of its own document, and boundaries are functions of memory time only. Padding, packing,
+splits of a prompt and rows at different times are therefore one thing: map tokens onto rows of chunks, compute, map back.
+Travels with every pushed checkpoint.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+# --------------------------------------------------------------- the grid: tokens -> [rows, chunks], by memory time only
+
+
+class Grid(NamedTuple):
+    """Where each token sits. Row = one shard of one document; rows are ordered by length, so step j runs the first `counts[j]` rows.
+
+    Dense rows (no mask, no packing, fresh state) are reshapes; otherwise `tokens` `[N C]` and `slots` `[B T]` index both ways."""
+
+    size: tuple[int, int, int]  # B, T, C
+    counts: list[int]
+    starts: list[int]
+    rows: int
+    row_batch: Tensor | None  # [rows] batch row of each grid row
+    carried: Tensor | None  # [rows] bool: the row goes on from the initial state
+    full: Tensor | bool  # [rows] bool: the row's last chunk is complete (dense: one answer for all last rows)
+    last_row: Tensor | slice  # [B] the row that holds each batch row's last token
+    time: Tensor  # [B] memory time after the last token
+    slots: Tensor | None
+    tokens: Tensor | None
+    padded: bool
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[B, T, H, ...] -> [N, H, C, ...]; empty slots are 0."""
+        B, T, C = self.size
+        if self.tokens is not None:
+            x = torch.cat([x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])])
+            return x.index_select(0, self.tokens).unflatten(0, (-1, C)).transpose(1, 2)
+        steps = len(self.counts)
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, self.rows // B * steps * C - T)) if self.padded else x
+        x = x.reshape(B, self.rows // B, steps, C, *x.shape[2:])
+        return x.permute(2, 1, 0, 4, 3, *range(5, x.dim())).flatten(0, 2)
+
+    def scatter(self, y: Tensor) -> Tensor:
+        """[N, H, C, ...] -> [B, T, H, ...]; absent tokens get 0."""
+        B, T, C = self.size
+        if self.tokens is not None:
+            y = y.transpose(1, 2).flatten(0, 1)
+            y = torch.cat([y, y.new_zeros(1, *y.shape[1:])])
+            return y.index_select(0, self.slots).unflatten(0, (B, T))
+        y = y.unflatten(0, (len(self.counts), self.rows // B, B))
+        y = y.permute(2, 1, 0, 4, 3, *range(5, y.dim())).flatten(1, 3)
+        return y[:, :T]
+
+    def rowwise(self, init: Tensor, given: Tensor | None) -> Tensor:
+        """State at the start of every row, [rows H, ...]: `init` `[H, ...]`, or the carried `given` `[B, H, ...]`."""
+        x = init.expand(self.rows, *init.shape)
+        if given is not None:
+            x = torch.where(self.carried.view(-1, *[1] * init.dim()), given.to(init.dtype)[self.row_batch], x)
+        return x.reshape(-1, *init.shape[1:])
+
+
+def dense_grid(B: int, T: int, C: int, interval: int | None, device) -> Grid:
+    length = T if interval is None else min(T, interval)
+    shards, steps = -(-T // length), -(-length // C)
+    last = -(-(T - (shards - 1) * length) // C)  # steps of the last shard
+    counts = [B * (shards if j < last else shards - 1) for j in range(steps)]
+    starts = [j * B * shards for j in range(steps)]
+    full = (T - (shards - 1) * length) % C == 0  # of the last shard: no other row's final state is read
+    time = torch.full((B,), T, device=device)
+    return Grid((B, T, C), counts, starts, shards * B, None, None, full, slice(-B, None), time, None, None, shards * steps * C != T)
+
+
+def ragged_grid(present: Tensor, segment_ids: Tensor | None, time0: Tensor, C: int, interval: int | None, align: bool = True) -> Grid:
+    """Masks, packed documents and rows at different memory times. Row b < B is where batch row b goes on; others start at W_init."""
+    B, T = present.shape
+    new_document = torch.zeros_like(present)
+    if segment_ids is not None:
+        index = torch.where(present, torch.arange(T, device=present.device), -1).cummax(1).values
+        previous = F.pad(index[:, :-1], (1, 0), value=-1)  # of the valid tokens
+        new_document = present & (previous >= 0) & (segment_ids != segment_ids.gather(1, previous.clamp_min(0)))
+    count = present.cumsum(1) - present.long()
+    document_start = torch.where(new_document, count, 0).cummax(1).values
+    in_first = new_document.cumsum(1) == 0
+    time = count - document_start + torch.where(in_first, time0[:, None], 0)
+    new_row = new_document
+    if interval is not None:
+        new_row = new_document | (present & (time % interval == 0) & (count > 0))
+    row = B - 1 + new_row.flatten().cumsum(0).view(B, T)
+    row = torch.where(new_row.cumsum(1) == 0, torch.arange(B, device=row.device)[:, None], row)
+
+    start = torch.cat([time0, time[new_row]])
+    lead = start % C if align else torch.zeros_like(start)  # an unfinished chunk keeps its boundaries
+    length = lead + torch.bincount(row[present], minlength=len(start))
+    chunks = (-(-length // C)).clamp_min(1)
+    order = torch.argsort(chunks, descending=True, stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device)
+    counts = (chunks > torch.arange(int(chunks.max()), device=chunks.device)[:, None]).sum(1)
+    starts = counts.cumsum(0) - counts
+    slot = time - start[row] + lead[row]
+    N = int(counts.sum())
+    slots = (starts[torch.where(present, slot // C, 0)] + rank[row]) * C + slot % C
+    slots = torch.where(present, slots, N * C)
+    tokens = torch.full((N * C,), B * T, device=row.device)
+    tokens[slots[present]] = torch.arange(B * T, device=row.device).view(B, T)[present]
+
+    batch = torch.arange(B, device=row.device)
+    row_batch = torch.cat([batch, batch[:, None].expand(B, T)[new_row]])
+    carried = torch.arange(len(start), device=row.device) < B
+    if interval is not None:
+        carried = carried & (start % interval != 0)
+    end_time = count[:, -1] + present[:, -1] - document_start[:, -1] + torch.where(in_first[:, -1], time0, 0)
+    return Grid(
+        (B, T, C), counts.tolist(), starts.tolist(), len(start), row_batch[order], carried[order], (length % C == 0)[order],
+        rank[row[:, -1]], end_time, slots.flatten(), tokens, True,
+    )  # fmt: skip
+
+

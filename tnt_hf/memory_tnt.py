@@ -1,0 +1,556 @@
+"""The memory of TNT / Titans / TTT: one recurrence, written twice and held together by tests.
+
+Axis legend
+    B batch   T tokens   H memory (key/value) heads   G query heads per memory head (Hq = H G)   K key width   V value width
+    L layers of the memory network (L_M)   C tokens per chunk   R grid rows (one shard of one document each)   N chunks of all rows
+
+Per head, with row vectors and the memory network f(W, x) (z_1 = x W_1, a_1 = phi(z_1), ..., y = z_L, optional LayerNorm, optional + x):
+
+    g_t = d/dW 1/2 |f(W_xi, k_t) - v_t|^2                    gradients of a chunk are taken at W_xi, where it starts (TNT Eq. 3, 5, 6)
+    S_t = mu_t S_{t-1} - theta_t g_t                         (Titans Eq. 14)
+    W_t = (1 - alpha_t) W_{t-1} + alpha_t W_target + S_t     (Titans Eq. 13)
+    o_t = f(W_t, q_t)  or  f(W_xi, q_t)                      read "current" (TNT Eq. 6-7) or "chunk_start" (Eq. 5)
+
+`memory_naive` is that text, token by token (and, for one token, the decode step). `memory_chunkwise` maps tokens onto chunks of memory time
+(`grid_tnt`), runs the dual form (`scan_tnt`) and maps back. The gradient of the memory's own loss is closed-form matrix algebra, so it learns
+in train(), eval(), no_grad() and inference_mode() alike. Travels with every pushed checkpoint.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .grid_tnt import dense_grid, ragged_grid
+from .scan_tnt import BoundedCoef, ChunkScan, Net, Plan, apply_net, bounded, chunk_coefficients, inner_gradient, scan
+
+
+ACTIVATIONS = ("silu", "gelu")
+READS = ("current", "chunk_start")
+PROJECTIONS = ("none", "shard", "chunk")
+DECAY_TARGETS = ("init", "zero")
+PROJECTION_CHUNK = 64  # tokens; the projection does not depend on it, 64 balances its two matrix products
+
+
+@dataclass
+class MemoryState:
+    """What one memory knows after its last token. Size does not depend on the number of tokens seen.
+
+    Attributes:
+        weights: `L` tensors `[B, H, d_in, d_out]`, the current weights W_t (float32, or float64 for float64 inputs).
+        chunk_weights: `L` tensors of the same shapes, W_xi of the running chunk (the same tensors as `weights` at chunk size 1).
+        momentum: `L` tensors of the same shapes, S_t, or `None` without momentum.
+        projection: `[B, H, K, K]`, M_t = sum of k^T k / |k|^2 since the last reset, or `None` without query projection.
+        time: `[B]` int64, memory time: valid tokens of the current document seen so far.
+    """
+
+    weights: list[Tensor]
+    chunk_weights: list[Tensor]
+    momentum: list[Tensor] | None
+    projection: Tensor | None
+    time: Tensor
+
+
+# ------------------------------------------------------------------------------------- the recurrence, token by token
+
+
+def _token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k, v, lr, momentum, decay, present):
+    """One token of the recurrence for every row of a batch: the paper's equations in order.
+
+    q `[B, H, G, K]`; k `[B, H, 1, K]`; v `[B, H, 1, V]`; lr, momentum, decay `[B, H]`; present `[B]` bool or `None` (all).
+    Returns the read-out `[B, H, G, V]`, the new state and the inner loss before the write `[B, H]`.
+    """
+    weights, start, S, M, ln = state.weights, state.chunk_weights, state.momentum, state.projection, options["layernorm"]
+    C, interval = options["chunk_size"], options["reset_interval"]
+
+    def pick(rows: Tensor, new, old):  # per batch row: rows at their own memory time
+        return [torch.where(rows.view(-1, *[1] * (o.dim() - 1)), n, o) for n, o in zip(new, old)]
+
+    def happens(rows: Tensor) -> bool:  # skips idle work in eager mode, stays branch-free in a compiled graph
+        return torch.compiler.is_compiling() or bool(rows.any())
+
+    reset = None if interval is None else state.time % interval == 0
+    if reset is not None and present is not None:
+        reset = reset & present
+    if reset is not None and happens(reset):
+        weights, start = pick(reset, init, weights), pick(reset, init, start)
+        S = S and pick(reset, [torch.zeros_like(s) for s in S], S)
+        M = M if M is None else pick(reset, [torch.zeros_like(M)], [M])[0]
+    a, delta, error, _ = inner_gradient(net, start, k, v, ln)
+    if options["grad_bound"] is not None:
+        lr = bounded(lr[..., None], a, delta, options["grad_bound"])[..., 0]
+    theta = lr[..., None, None]
+    step = [-(theta * x.transpose(-1, -2)) @ d for x, d in zip(a, delta)]  # -theta_t g_t
+    if S is not None:
+        step = [momentum[..., None, None] * s + g for s, g in zip(S, step)]  # S_t (Titans Eq. 14)
+    if decay is None:
+        new = [w + s for w, s in zip(weights, step)]  # W_t (Titans Eq. 13)
+    else:
+        alpha = decay[..., None, None]
+        target = init if options["decay_target"] == "init" else [torch.zeros_like(w) for w in weights]
+        new = [(1 - alpha) * w + alpha * w0 + s for w, w0, s in zip(weights, target, step)]
+
+    query = q
+    if M is not None:
+        unit = F.normalize(k, dim=-1)
+        newM = unit.transpose(-1, -2) @ unit
+        if options["query_projection"] == "shard":
+            newM = newM + M
+        else:  # "chunk": the sum of Eq. 7 as printed, from the chunk's first token
+            newM = newM + M * (state.time % C != 0).view(-1, 1, 1, 1)
+        query = q @ newM
+        query = F.normalize(query, dim=-1) if options["normalize_projection"] else query
+        M = newM if present is None else pick(present, [newM], [M])[0]
+    o = apply_net(net, new if options["read"] == "current" else start, query, ln)
+    loss = 0.5 * (error * error).sum((-1, -2))
+
+    time = state.time + 1
+    if present is None:
+        S = S and step
+    else:
+        S = S and pick(present, step, S)
+        new = pick(present, new, weights)
+        time = state.time + present
+        o = o * present.view(-1, 1, 1, 1)
+        loss = loss * present.view(-1, 1)
+    if C == 1:
+        start = new
+    elif happens(ends := time % C == 0):  # the next token begins a chunk
+        start = pick(ends, new, start)
+    return o, MemoryState(new, start, S, M, time), loss
+
+
+def _fresh_state(init: list[Tensor], batch: int, momentum: bool, projection: bool, key_width: int) -> MemoryState:
+    weights = [w.expand(batch, *w.shape) for w in init]
+    H = init[0].shape[0]
+    M = init[0].new_zeros(batch, H, key_width, key_width) if projection else None
+    S = [torch.zeros_like(w) for w in weights] if momentum else None
+    return MemoryState(weights, weights, S, M, torch.zeros(batch, dtype=torch.long, device=init[0].device))
+
+
+def _run_tokens(q, k, v, lr, init, net, options, momentum, decay, mask, segment_ids, state):
+    """The recurrence over T tokens; a change of `segment_ids` between valid tokens starts a new document."""
+    B, T, Hq, K = q.shape
+    H = k.shape[2]
+    fresh = _fresh_state(init, B, momentum is not None, options["query_projection"] != "none", K)
+    state = fresh if state is None else state
+    segment, outputs, losses = None, [], []
+    for t in range(T):
+        present = None if mask is None else mask[:, t]
+        if segment_ids is not None:
+            here = torch.ones(B, dtype=torch.bool, device=q.device) if present is None else present
+            if segment is None:
+                segment, seen = segment_ids[:, t], here
+            else:
+                changed = here & seen & (segment_ids[:, t] != segment)
+                segment, seen = torch.where(here, segment_ids[:, t], segment), seen | here
+                state = _where_state(changed, fresh, state)
+        o, state, loss = _token(
+            state,
+            init,
+            net,
+            options,
+            q[:, t].reshape(B, H, Hq // H, K),
+            k[:, t, :, None],
+            v[:, t, :, None],
+            lr[:, t],
+            None if momentum is None else momentum[:, t],
+            None if decay is None else decay[:, t],
+            present,
+        )
+        outputs.append(o.reshape(B, Hq, -1))
+        losses.append(loss)
+    return torch.stack(outputs, 1), state, torch.stack(losses, 1)
+
+
+def _where_state(rows: Tensor, new: MemoryState, old: MemoryState) -> MemoryState:
+    def pick(n, o):
+        return torch.where(rows.view(-1, *[1] * (o.dim() - 1)), n, o)
+
+    def pick_all(n, o):
+        return None if o is None else [pick(x, y) for x, y in zip(n, o)]
+
+    return MemoryState(
+        pick_all(new.weights, old.weights),
+        pick_all(new.chunk_weights, old.chunk_weights),
+        pick_all(new.momentum, old.momentum),
+        None if old.projection is None else pick(new.projection, old.projection),
+        pick(new.time, old.time),
+    )
+
+
+
+
+# ------------------------------------------------------------------------------------------------- the Q-K projection
+
+
+class _RunningProjection(torch.autograd.Function):
+    """q_t M_t with M_t = M_0 + sum_{i<=t} u_i^T u_i for unit keys u: linear attention with k = v. Backward undoes M chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx, counts, starts, groups, q, u, M):
+        out, M = torch.zeros_like(q), M.clone()
+        for n, first in zip(counts, starts):
+            here = slice(first, first + n)
+            pairs = _causal(q[here] @ u[here].transpose(1, 2), groups)
+            out[here] = torch.baddbmm(pairs @ u[here], q[here], M[:n])
+            M[:n].baddbmm_(u[here].transpose(1, 2), u[here])
+        ctx.save_for_backward(q, u, M)
+        ctx.grid = counts, starts, groups
+        return out, M.clone() if ctx.needs_input_grad[4] else M
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out, d_M):
+        q, u, M = ctx.saved_tensors
+        counts, starts, groups = ctx.grid
+        M, d_M, d_q, d_u = M.clone(), d_M.clone(), torch.zeros_like(q), torch.zeros_like(u)
+        for n, first in zip(reversed(counts), reversed(starts)):
+            here = slice(first, first + n)
+            x, y, d = q[here], u[here], d_out[here]
+            M[:n].baddbmm_(y.transpose(1, 2), y, alpha=-1)
+            d_pairs = _causal(d @ y.transpose(1, 2), groups)
+            d_q[here] = torch.baddbmm(d_pairs @ y, d, M[:n].transpose(1, 2))
+            pairs = _causal(x @ y.transpose(1, 2), groups)
+            d_u[here] = d_pairs.transpose(1, 2) @ x + pairs.transpose(1, 2) @ d + y @ (d_M[:n] + d_M[:n].transpose(1, 2))
+            d_M[:n].baddbmm_(x.transpose(1, 2), d)
+        return None, None, None, d_q, d_u, d_M
+
+
+def _causal(pairs: Tensor, groups: int) -> Tensor:
+    """Zero the pairs (token t of any query head, later token i) of [P, C G, C]."""
+    return pairs.tril() if groups == 1 else pairs.unflatten(1, (-1, groups)).transpose(1, 2).tril().transpose(1, 2).flatten(1, 2)
+
+
+def project_queries(
+    q: Tensor,
+    k: Tensor,
+    *,
+    reset_interval: int | None,
+    normalize: bool = True,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The Q-K projection of TNT (Appendix C-D): q~_t = q_t M_t, M_t = sum of k^T k / |k|^2 from the last reset to t inclusive.
+
+    It does not depend on a chunk size, so memories that share a reset interval share one call.
+
+    Args:
+        q: `[B, T, Hq, K]` queries, Hq a multiple of H. k: `[B, T, H, K]` keys.
+        reset_interval: tokens of memory time between resets of M, `None` = never.
+        normalize: L2-normalise q~ (|q M| grows with the shard; `False` is the paper).
+        mask, segment_ids: `[B, T]`, as in `memory_chunkwise`.
+        initial_state: `(M [B, H, K, K], time [B])` before the first token.
+
+    Returns:
+        `(q~ [B, T, Hq, K] in q's dtype, M [B, H, K, K] or None)`.
+
+    Raises:
+        ValueError: a shape, dtype or `reset_interval` that does not fit, with its name and value.
+    """
+    _check_tensor("q", q, (None, None, None, None))
+    _check_tensor("k", k, (q.shape[0], q.shape[1], None, q.shape[3]))
+    _check_positive("reset_interval", reset_interval, optional=True)
+    _check_rows(q, k, mask, segment_ids)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        run = _project_one if q.shape[1] == 1 and initial_state is not None and segment_ids is None else _project_many
+        return run(q, k, dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state)
+
+
+def _project_one(q, k, dtype, interval, normalize, mask, _, initial_state, output_final_state):
+    M, time = initial_state
+    u = F.normalize(k.to(dtype)[:, 0, :, None], dim=-1)
+    old = M if interval is None else M * (time % interval != 0).view(-1, 1, 1, 1)
+    new = torch.addcmul(old, u.transpose(-1, -2), u)
+    out = q.to(dtype)[:, 0].unflatten(1, (k.shape[2], -1)) @ new
+    out = F.normalize(out, dim=-1) if normalize else out
+    if mask is not None:
+        present = mask.view(-1, 1, 1, 1)
+        out, new = out * present, torch.where(present, new, M)
+    return out.flatten(1, 2)[:, None].to(q.dtype), new if output_final_state else None
+
+
+@torch.compiler.disable
+def _project_many(q, k, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state):
+    B, T, Hq, K = q.shape
+    H = k.shape[2]
+    C = min(PROJECTION_CHUNK, interval or PROJECTION_CHUNK)
+    M, time = initial_state or (None, None)
+    if mask is None and segment_ids is None and M is None and (interval or C) % C == 0:
+        grid = dense_grid(B, T, C, interval, q.device)
+    else:
+        grid = ragged_grid(*_rows(q, mask, segment_ids, time), C, interval, align=False)
+    x = grid.gather(q.to(dtype).unflatten(2, (H, -1))).flatten(0, 1).flatten(1, 2)
+    u = F.normalize(grid.gather(k.to(dtype)), dim=-1).flatten(0, 1)
+    M = grid.rowwise(x.new_zeros(H, K, K), M)
+    counts, starts = ([n * H for n in y] for y in (grid.counts, grid.starts))
+    out, M = _RunningProjection.apply(counts, starts, Hq // H, x, u, M)
+    out = F.normalize(out, dim=-1) if normalize else out
+    out = grid.scatter(out.unflatten(1, (C, -1)).unflatten(0, (-1, H))).flatten(2, 3)
+    return out.to(q.dtype), M.unflatten(0, (-1, H))[grid.last_row] if output_final_state else None
+
+
+# ------------------------------------------------------------------------------------------------------------ public ops
+
+
+def memory_naive(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, weights: list[Tensor], **options):
+    """`memory_chunkwise` token by token: the recurrence as the papers print it, O(weights) work and memory per token. Same arguments."""
+    return memory_chunkwise(q, k, v, lr, weights, implementation="naive", **options)
+
+
+def memory_chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    weights: list[Tensor],
+    *,
+    momentum: Tensor | None = None,
+    decay: Tensor | None = None,
+    chunk_size: int,
+    reset_interval: int | None = None,
+    read: str = "current",
+    query_projection: str = "none",
+    normalize_projection: bool = True,
+    activation: str = "silu",
+    residual: bool = False,
+    layernorm: tuple[Tensor, Tensor, float] | None = None,
+    decay_target: str = "init",
+    omega_window: int = 1,
+    omega_gate: Tensor | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    initial_state: MemoryState | None = None,
+    output_final_state: bool = False,
+    implementation: str = "chunk",
+    grad_bound: float | None = None,
+    output_surprise: bool = False,
+):
+    """One memory over a batch of sequences: S_t = mu_t S_{t-1} - theta_t g_t, W_t = (1 - alpha_t) W_{t-1} + alpha_t W_target + S_t.
+
+    Args:
+        q: `[B, T, Hq, K]` queries; Hq is a multiple of H, query heads of one memory head are neighbours.
+        k, v: `[B, T, H, K]` keys and `[B, T, H, V]` values.
+        lr, momentum, decay: `[B, T, H]`, the final theta >= 0, mu in [0, 1), alpha in [0, 1); nothing is scaled inside.
+        weights: `L` tensors `[H, d_in, d_out]`, W_init; d_in of the first is K, d_out of the last is V.
+        chunk_size: tokens that share one W_xi for their gradients. reset_interval: tokens of memory time between resets (before the
+            shard's first token writes), a multiple of `chunk_size`; `None` = never.
+        read: "current" o_t = f(W_t, q_t), or "chunk_start" o_t = f(W_xi, q_t).
+        query_projection: "none", "shard" (q_t M_t since the last reset) or "chunk" (since the chunk's first token), see `project_queries`.
+        activation: "silu" or "gelu" between layers. residual: f(W, x) + x (needs K = V).
+        layernorm: (gain `[H, V]`, bias `[H, V]`, eps) on the network's output, before the residual.
+        decay_target: forget toward W_init ("init") or 0 ("zero").
+        omega_window, omega_gate: only 1 and `None`: the Omega rule comes with a later version.
+        mask: `[B, T]` bool, `False` = absent: the token neither writes nor counts, its output is 0.
+        segment_ids: `[B, T]` int; a change between valid tokens starts a new document (fresh memory, time 0).
+        initial_state: a state to go on from, per row at its own memory time, also inside a chunk.
+        implementation: "chunk" or "naive"; "triton" raises until the kernels exist.
+        grad_bound: limit on |g_t| over all layers (then a chunk moves the weights by at most `grad_bound` x the sum of its theta).
+        output_surprise: also return the inner loss 1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B, T, H]`, without gradient.
+
+    Returns:
+        `(o [B, T, Hq, V] in q's dtype, MemoryState or None)`, plus the surprise if asked for. Gradients flow through states.
+        State and arithmetic are float32 at least, float64 for float64 inputs.
+
+    Raises:
+        ValueError: a shape, dtype, option or combination that does not fit, with its name and value.
+    """
+    _check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, initial_state)
+    for name, value, allowed in (
+        ("read", read, READS),
+        ("query_projection", query_projection, PROJECTIONS),
+        ("activation", activation, ACTIVATIONS),
+        ("decay_target", decay_target, DECAY_TARGETS),
+        ("implementation", implementation, ("chunk", "naive")),
+        ("omega_window", omega_window, (1,)),
+        ("omega_gate", omega_gate, (None,)),
+    ):
+        if not any(value is x or (type(value) is type(x) and value == x) for x in allowed):
+            raise ValueError(f"{name} must be one of {allowed} in this version, got {value!r}")
+    _check_positive("chunk_size", chunk_size)
+    _check_positive("reset_interval", reset_interval, optional=True)
+    if reset_interval is not None and reset_interval % chunk_size:
+        raise ValueError(f"reset_interval must be a multiple of chunk_size={chunk_size} tokens, got {reset_interval}")
+    if grad_bound is not None and not 0 < grad_bound < math.inf:
+        raise ValueError(f"grad_bound must be a positive finite number or None, got {grad_bound!r}")
+    if initial_state is not None:
+        for name, stored, used in (
+            ("momentum", initial_state.momentum is not None, momentum is not None),
+            ("projection", initial_state.projection is not None, query_projection != "none"),
+        ):
+            if stored != used:
+                raise ValueError(f"initial_state.{name} must be {'a tensor' if used else 'None'} for these options")
+
+    dtype = torch.promote_types(torch.promote_types(q.dtype, weights[0].dtype), torch.float32)
+    net = Net(activation, residual, 0.0 if layernorm is None else float(layernorm[2]))
+    options = {
+        "chunk_size": chunk_size,
+        "reset_interval": reset_interval,
+        "read": read,
+        "query_projection": query_projection,
+        "normalize_projection": normalize_projection,
+        "decay_target": decay_target,
+        "grad_bound": grad_bound,
+        "keep_state": output_final_state,
+        "layernorm": None if layernorm is None else [x.to(dtype)[:, None] for x in layernorm[:2]],
+    }
+
+    def cast(x):
+        return None if x is None else x.to(dtype)
+
+    state = initial_state and MemoryState(
+        [cast(x) for x in initial_state.weights],
+        [cast(x) for x in initial_state.chunk_weights],
+        initial_state.momentum and [cast(x) for x in initial_state.momentum],
+        cast(initial_state.projection),
+        initial_state.time,
+    )
+    by_token = implementation == "naive" or (q.shape[1] == 1 and state is not None and segment_ids is None)
+    with torch.autocast(q.device.type, enabled=False):
+        run = _run_tokens if by_token else _run_chunks
+        o, state, loss = run(
+            cast(q), cast(k), cast(v), cast(lr), [cast(w) for w in weights], net, options, cast(momentum), cast(decay), mask, segment_ids, state
+        )  # fmt: skip
+    result = (o.to(q.dtype), state if output_final_state else None)
+    return (*result, loss.detach()) if output_surprise else result
+
+
+def _rows(q: Tensor, mask: Tensor | None, segment_ids: Tensor | None, time: Tensor | None):
+    present = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
+    return present, segment_ids, torch.zeros(len(q), dtype=torch.long, device=q.device) if time is None else time
+
+
+@torch.compiler.disable
+def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_ids, state):
+    B, T, Hq, _ = q.shape
+    H, C, interval = k.shape[2], options["chunk_size"], options["reset_interval"]
+    given = state or MemoryState([None] * len(init), [None] * len(init), None, None, None)
+    M, kind = given.projection, options["query_projection"]
+    if kind != "none":
+        q, M = project_queries(
+            q, k, reset_interval=C if kind == "chunk" else interval, normalize=options["normalize_projection"], mask=mask,
+            segment_ids=segment_ids, initial_state=state and (M, state.time), output_final_state=True,
+        )  # fmt: skip
+    if mask is None and segment_ids is None and state is None:
+        grid = dense_grid(B, T, C, interval, q.device)
+    else:
+        grid = ragged_grid(*_rows(q, mask, segment_ids, given.time), C, interval)
+
+    def programs(x):  # [B, T, H, ...] -> [N H, C, ...]
+        return grid.gather(x).flatten(0, 1)
+
+    full = grid.full if isinstance(grid.full, bool) else grid.full.repeat_interleave(H)
+    counts, starts = ([n * H for n in x] for x in (grid.counts, grid.starts))
+    plan = Plan(net, counts, starts, Hq // H, options["read"] == "current", state is not None and C > 1, full, options["keep_state"])
+    theta, mu, keep, present = programs(lr), None, None, None
+    if momentum is not None:
+        mu = programs(momentum)
+        if grid.padded:
+            present = programs(mask.to(lr.dtype)[..., None].expand_as(lr) if mask is not None else torch.ones_like(lr))
+            mu = torch.where(present > 0, mu, 1.0)
+    if decay is not None:
+        keep = 1 - programs(decay)
+    W = [grid.rowwise(w, x) for w, x in zip(init, given.weights)]
+    xi = [grid.rowwise(w, x) for w, x in zip(init, given.chunk_weights)] if plan.carried else None
+    S = given.momentum and [grid.rowwise(torch.zeros_like(w), x) for w, x in zip(init, given.momentum)]
+    target = None
+    if decay is not None and options["decay_target"] == "init":
+        target = [grid.rowwise(w, None) for w in init]
+    ln = options["layernorm"] and [grid.rowwise(x, None) for x in options["layernorm"]]
+    x = programs(q.unflatten(2, (H, -1))).flatten(1, 2)
+
+    if options["grad_bound"] is not None:
+        coef = BoundedCoef(theta, mu, keep, present, plan.current)
+    else:
+        coef = chunk_coefficients(theta, mu, keep, present, plan.current)
+    tensors = (programs(k), programs(v))
+    flat = [*(W or []), *(xi or [None] * len(W)), *(S or [None] * len(W)), *(target or [None] * len(W))]
+    needs_grad = torch.is_grad_enabled() and any(
+        isinstance(y, Tensor) and y.requires_grad for y in (x, *tensors, *coef, *(ln or ()), *flat)
+    )
+    if options["grad_bound"] is None and needs_grad:
+        o, loss, *final = ChunkScan.apply(plan, len(W), x, *tensors, *coef, *(ln or (None, None)), *flat)
+        final = [None if x[0] is None else list(x) for x in (final[i * len(W) : (i + 1) * len(W)] for i in range(3))]
+    else:
+        o, loss, *final = scan(plan, x, *tensors, coef, ln, target, xi, W, S, bound=options["grad_bound"])
+
+    state = None
+    if options["keep_state"]:
+        W, xi, S = (y and [z.unflatten(0, (-1, H))[grid.last_row] for z in y] for y in final)
+        state = MemoryState(W, W if C == 1 else xi, S, M, grid.time)
+    o = grid.scatter(o.unflatten(1, (C, -1)).unflatten(0, (-1, H))).flatten(2, 3)
+    return o, state, grid.scatter(loss.unflatten(0, (-1, H)))
+
+
+# ------------------------------------------------------------------------------------------------------------ validation
+
+
+def _check_tensor(name: str, x: Tensor, shape: tuple) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise ValueError(f"{name} must be a floating point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    if x.dim() != len(shape) or any(want not in (None, have) for want, have in zip(shape, x.shape)):
+        raise ValueError(f"{name} must have shape {['*' if n is None else n for n in shape]}, got {list(x.shape)}")
+    if 0 in x.shape:
+        raise ValueError(f"{name} must not be empty, got shape {list(x.shape)}")
+
+
+def _check_positive(name: str, value, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive number of tokens{' or None' if optional else ''}, got {value!r}")
+
+
+def _check_rows(q: Tensor, k: Tensor, mask, segment_ids) -> None:
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"q must have a multiple of k's {k.shape[2]} heads, got {q.shape[2]}")
+    for name, x in (("mask", mask), ("segment_ids", segment_ids)):
+        if x is not None and tuple(x.shape) != tuple(q.shape[:2]):
+            raise ValueError(f"{name} must have shape {list(q.shape[:2])}, got {list(x.shape)}")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool (False = absent), got {mask.dtype}")
+    if segment_ids is not None and (segment_ids.is_floating_point() or segment_ids.dtype == torch.bool):
+        raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
+
+
+def _check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, state) -> None:
+    _check_tensor("q", q, (None, None, None, None))
+    B, T, _, K = q.shape
+    _check_tensor("k", k, (B, T, None, K))
+    H = k.shape[2]
+    _check_tensor("v", v, (B, T, H, None))
+    for name, x in (("lr", lr), ("momentum", momentum), ("decay", decay)):
+        if x is not None or name == "lr":
+            _check_tensor(name, x, (B, T, H))
+    _check_rows(q, k, mask, segment_ids)
+    if not weights:
+        raise ValueError(f"weights must hold at least one layer, got {weights!r}")
+    width = K
+    for i, w in enumerate(weights):
+        _check_tensor(f"weights[{i}]", w, (H, width, v.shape[3] if i == len(weights) - 1 else None))
+        width = w.shape[2]
+    if residual and K != v.shape[3]:
+        raise ValueError(f"residual=True needs keys and values of one width, got K={K}, V={v.shape[3]}")
+    if layernorm is not None:
+        if len(layernorm) != 3 or not layernorm[2] > 0:
+            raise ValueError(f"layernorm must be (gain, bias, eps > 0), got eps={layernorm[-1]!r}")
+        _check_tensor("layernorm gain", layernorm[0], (H, v.shape[3]))
+        _check_tensor("layernorm bias", layernorm[1], (H, v.shape[3]))
+    if state is not None:
+        for name in ("weights", "chunk_weights", "momentum"):
+            tensors = getattr(state, name)
+            if tensors is None and name == "momentum":
+                continue
+            if len(tensors) != len(weights):
+                raise ValueError(f"initial_state.{name} must hold {len(weights)} layers, got {len(tensors)}")
+            for i, (x, w) in enumerate(zip(tensors, weights)):
+                _check_tensor(f"initial_state.{name}[{i}]", x, (B, *w.shape))
+        if state.projection is not None:
+            _check_tensor("initial_state.projection", state.projection, (B, H, K, K))
+        if tuple(state.time.shape) != (B,) or state.time.dtype != torch.long:
+            raise ValueError(f"initial_state.time must be int64 [{B}], got {state.time.dtype} {list(state.time.shape)}")
