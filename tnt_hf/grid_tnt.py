@@ -3,9 +3,9 @@
 Axis legend
     B batch   T tokens   H heads   C tokens per chunk   rows: one shard of one document each   N chunks of all rows
 
-A token's memory time is its index among the valid tokens of its own document, and boundaries are functions of memory time only. Padding, packing,
-splits of a prompt and rows at different times are therefore one thing: map tokens onto rows of chunks, compute, map back.
-Travels with every pushed checkpoint.
+A token's memory time is its index among the valid tokens of its own document, and boundaries are functions of memory
+time only. Padding, packing, splits of a prompt and rows at different times are therefore one thing: map tokens onto
+rows of chunks, compute, map back. Travels with every pushed checkpoint.
 """
 
 from typing import NamedTuple
@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-# --------------------------------------------------------------- the grid: tokens -> [rows, chunks], by memory time only
+# ------------------------------------------------------------- the grid: tokens -> [rows, chunks], by memory time only
 
 
 class Grid(NamedTuple):
-    """Where each token sits. Row = one shard of one document; rows are ordered by length, so step j runs the first `counts[j]` rows.
+    """Where each token sits. Row = one shard of one document; rows are ordered by length, so step j runs the first
+    `counts[j]` rows.
 
-    Dense rows (no mask, no packing, fresh state) are reshapes; otherwise `tokens` `[N C]` and `slots` `[B T]` index both ways."""
+    Dense rows (no mask, no packing, fresh state) are reshapes; otherwise `tokens` `[N C]` and `slots` `[B T]` index
+    both ways."""
 
     size: tuple[int, int, int]  # B, T, C
     counts: list[int]
@@ -74,11 +76,27 @@ def dense_grid(B: int, T: int, C: int, interval: int | None, device) -> Grid:
     starts = [j * B * shards for j in range(steps)]
     full = (T - (shards - 1) * length) % C == 0  # of the last shard: no other row's final state is read
     time = torch.full((B,), T, device=device)
-    return Grid((B, T, C), counts, starts, shards * B, None, None, full, slice(-B, None), time, None, None, shards * steps * C != T)
+    return Grid(
+        (B, T, C),
+        counts,
+        starts,
+        shards * B,
+        None,
+        None,
+        full,
+        slice(-B, None),
+        time,
+        None,
+        None,
+        shards * steps * C != T,
+    )
 
 
-def ragged_grid(present: Tensor, segment_ids: Tensor | None, time0: Tensor, C: int, interval: int | None, align: bool = True) -> Grid:
-    """Masks, packed documents and rows at different memory times. Row b < B is where batch row b goes on; others start at W_init."""
+def ragged_grid(
+    present: Tensor, segment_ids: Tensor | None, time0: Tensor, C: int, interval: int | None, align: bool = True
+) -> Grid:
+    """Masks, packed documents and rows at different memory times. Row b < B is where batch row b goes on; others
+    start at W_init."""
     B, T = present.shape
     new_document = torch.zeros_like(present)
     if segment_ids is not None:
@@ -118,8 +136,7 @@ def ragged_grid(present: Tensor, segment_ids: Tensor | None, time0: Tensor, C: i
         carried = carried & (start % interval != 0)
     end_time = count[:, -1] + present[:, -1] - document_start[:, -1] + torch.where(in_first[:, -1], time0, 0)
     return Grid(
-        (B, T, C), counts.tolist(), starts.tolist(), len(start), row_batch[order], carried[order], (length % C == 0)[order],
+        (B, T, C), counts.tolist(), starts.tolist(), len(start), row_batch[order], carried[order], (length % C ==
+        0)[order],
         rank[row[:, -1]], end_time, slots.flatten(), tokens, True,
     )  # fmt: skip
-
-

@@ -1,19 +1,23 @@
 """The memory of TNT / Titans / TTT: one recurrence, written twice and held together by tests.
 
 Axis legend
-    B batch   T tokens   H memory (key/value) heads   G query heads per memory head (Hq = H G)   K key width   V value width
-    L layers of the memory network (L_M)   C tokens per chunk   R grid rows (one shard of one document each)   N chunks of all rows
+    B batch   T tokens   H memory (key/value) heads   G query heads per memory head (Hq = H G)   K key width   V value
+    width
+    L layers of the memory network (L_M)   C tokens per chunk   R grid rows (one shard of one document each)   N
+    chunks of all rows
 
-Per head, with row vectors and the memory network f(W, x) (z_1 = x W_1, a_1 = phi(z_1), ..., y = z_L, optional LayerNorm, optional + x):
+Per head, with row vectors and the memory network f(W, x) (z_1 = x W_1, a_1 = phi(z_1), ..., y = z_L, optional
+LayerNorm, optional + x):
 
-    g_t = d/dW 1/2 |f(W_xi, k_t) - v_t|^2                    gradients of a chunk are taken at W_xi, where it starts (TNT Eq. 3, 5, 6)
+    g_t = d/dW 1/2 |f(W_xi, k_t) - v_t|^2                    at W_xi, where the chunk starts (TNT Eq. 3, 5, 6)
     S_t = mu_t S_{t-1} - theta_t g_t                         (Titans Eq. 14)
     W_t = (1 - alpha_t) W_{t-1} + alpha_t W_target + S_t     (Titans Eq. 13)
     o_t = f(W_t, q_t)  or  f(W_xi, q_t)                      read "current" (TNT Eq. 6-7) or "chunk_start" (Eq. 5)
 
-`memory_naive` is that text, token by token (and, for one token, the decode step). `memory_chunkwise` maps tokens onto chunks of memory time
-(`grid_tnt`), runs the dual form (`scan_tnt`) and maps back. The gradient of the memory's own loss is closed-form matrix algebra, so it learns
-in train(), eval(), no_grad() and inference_mode() alike. Travels with every pushed checkpoint.
+`memory_naive` is that text, token by token (and, for one token, the decode step). `memory_chunkwise` maps tokens onto
+chunks of memory time (`grid_tnt`), runs the dual form (`scan_tnt`) and maps back. The gradient of the memory's own
+loss is closed-form matrix algebra, so it learns in train(), eval(), no_grad() and inference_mode() alike. Travels
+with every pushed checkpoint.
 """
 
 import math
@@ -23,8 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .coefficients_tnt import BoundedCoef, chunk_coefficients
 from .grid_tnt import dense_grid, ragged_grid
-from .scan_tnt import BoundedCoef, ChunkScan, Net, Plan, apply_net, bounded, chunk_coefficients, inner_gradient, scan
+from .network_tnt import Net, apply_net, bounded, inner_gradient
+from .scan_tnt import ChunkScan, Plan, scan
 
 
 ACTIVATIONS = ("silu", "gelu")
@@ -40,9 +46,11 @@ class MemoryState:
 
     Attributes:
         weights: `L` tensors `[B, H, d_in, d_out]`, the current weights W_t (float32, or float64 for float64 inputs).
-        chunk_weights: `L` tensors of the same shapes, W_xi of the running chunk (the same tensors as `weights` at chunk size 1).
+        chunk_weights: `L` tensors of the same shapes, W_xi of the running chunk (the same tensors as `weights` at
+        chunk size 1).
         momentum: `L` tensors of the same shapes, S_t, or `None` without momentum.
-        projection: `[B, H, K, K]`, M_t = sum of k^T k / |k|^2 since the last reset, or `None` without query projection.
+        projection: `[B, H, K, K]`, M_t = sum of k^T k / |k|^2 since the last reset, or `None` without query
+        projection.
         time: `[B]` int64, memory time: valid tokens of the current document seen so far.
     """
 
@@ -53,16 +61,23 @@ class MemoryState:
     time: Tensor
 
 
-# ------------------------------------------------------------------------------------- the recurrence, token by token
+# -------------------------------------------------------------------------------------- the recurrence, token by token
 
 
 def _token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k, v, lr, momentum, decay, present):
     """One token of the recurrence for every row of a batch: the paper's equations in order.
 
-    q `[B, H, G, K]`; k `[B, H, 1, K]`; v `[B, H, 1, V]`; lr, momentum, decay `[B, H]`; present `[B]` bool or `None` (all).
+    q `[B, H, G, K]`; k `[B, H, 1, K]`; v `[B, H, 1, V]`; lr, momentum, decay `[B, H]`; present `[B]` bool or `None`
+    (all).
     Returns the read-out `[B, H, G, V]`, the new state and the inner loss before the write `[B, H]`.
     """
-    weights, start, S, M, ln = state.weights, state.chunk_weights, state.momentum, state.projection, options["layernorm"]
+    weights, start, S, M, ln = (
+        state.weights,
+        state.chunk_weights,
+        state.momentum,
+        state.projection,
+        options["layernorm"],
+    )
     C, interval = options["chunk_size"], options["reset_interval"]
 
     def pick(rows: Tensor, new, old):  # per batch row: rows at their own memory time
@@ -181,13 +196,12 @@ def _where_state(rows: Tensor, new: MemoryState, old: MemoryState) -> MemoryStat
     )
 
 
-
-
-# ------------------------------------------------------------------------------------------------- the Q-K projection
+# -------------------------------------------------------------------------------------------------- the Q-K projection
 
 
 class _RunningProjection(torch.autograd.Function):
-    """q_t M_t with M_t = M_0 + sum_{i<=t} u_i^T u_i for unit keys u: linear attention with k = v. Backward undoes M chunk by chunk."""
+    """q_t M_t with M_t = M_0 + sum_{i<=t} u_i^T u_i for unit keys u: linear attention with k = v. Backward undoes M
+    chunk by chunk."""
 
     @staticmethod
     def forward(ctx, counts, starts, groups, q, u, M):
@@ -214,14 +228,20 @@ class _RunningProjection(torch.autograd.Function):
             d_pairs = _causal(d @ y.transpose(1, 2), groups)
             d_q[here] = torch.baddbmm(d_pairs @ y, d, M[:n].transpose(1, 2))
             pairs = _causal(x @ y.transpose(1, 2), groups)
-            d_u[here] = d_pairs.transpose(1, 2) @ x + pairs.transpose(1, 2) @ d + y @ (d_M[:n] + d_M[:n].transpose(1, 2))
+            d_u[here] = (
+                d_pairs.transpose(1, 2) @ x + pairs.transpose(1, 2) @ d + y @ (d_M[:n] + d_M[:n].transpose(1, 2))
+            )
             d_M[:n].baddbmm_(x.transpose(1, 2), d)
         return None, None, None, d_q, d_u, d_M
 
 
 def _causal(pairs: Tensor, groups: int) -> Tensor:
     """Zero the pairs (token t of any query head, later token i) of [P, C G, C]."""
-    return pairs.tril() if groups == 1 else pairs.unflatten(1, (-1, groups)).transpose(1, 2).tril().transpose(1, 2).flatten(1, 2)
+    return (
+        pairs.tril()
+        if groups == 1
+        else pairs.unflatten(1, (-1, groups)).transpose(1, 2).tril().transpose(1, 2).flatten(1, 2)
+    )
 
 
 def project_queries(
@@ -235,7 +255,8 @@ def project_queries(
     initial_state: tuple[Tensor, Tensor] | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The Q-K projection of TNT (Appendix C-D): q~_t = q_t M_t, M_t = sum of k^T k / |k|^2 from the last reset to t inclusive.
+    """The Q-K projection of TNT (Appendix C-D): q~_t = q_t M_t, M_t = sum of k^T k / |k|^2 from the last reset to t
+    inclusive.
 
     It does not depend on a chunk size, so memories that share a reset interval share one call.
 
@@ -295,11 +316,12 @@ def _project_many(q, k, dtype, interval, normalize, mask, segment_ids, initial_s
     return out.to(q.dtype), M.unflatten(0, (-1, H))[grid.last_row] if output_final_state else None
 
 
-# ------------------------------------------------------------------------------------------------------------ public ops
+# ---------------------------------------------------------------------------------------------------------- public ops
 
 
 def memory_naive(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, weights: list[Tensor], **options):
-    """`memory_chunkwise` token by token: the recurrence as the papers print it, O(weights) work and memory per token. Same arguments."""
+    """`memory_chunkwise` token by token: the recurrence as the papers print it, O(weights) work and memory per token.
+    Same arguments."""
     return memory_chunkwise(q, k, v, lr, weights, implementation="naive", **options)
 
 
@@ -331,17 +353,21 @@ def memory_chunkwise(
     grad_bound: float | None = None,
     output_surprise: bool = False,
 ):
-    """One memory over a batch of sequences: S_t = mu_t S_{t-1} - theta_t g_t, W_t = (1 - alpha_t) W_{t-1} + alpha_t W_target + S_t.
+    """One memory over a batch of sequences: S_t = mu_t S_{t-1} - theta_t g_t, W_t = (1 - alpha_t) W_{t-1} + alpha_t
+    W_target + S_t.
 
     Args:
         q: `[B, T, Hq, K]` queries; Hq is a multiple of H, query heads of one memory head are neighbours.
         k, v: `[B, T, H, K]` keys and `[B, T, H, V]` values.
-        lr, momentum, decay: `[B, T, H]`, the final theta >= 0, mu in [0, 1), alpha in [0, 1); nothing is scaled inside.
+        lr, momentum, decay: `[B, T, H]`, the final theta >= 0, mu in [0, 1), alpha in [0, 1); nothing is scaled
+        inside.
         weights: `L` tensors `[H, d_in, d_out]`, W_init; d_in of the first is K, d_out of the last is V.
-        chunk_size: tokens that share one W_xi for their gradients. reset_interval: tokens of memory time between resets (before the
+        chunk_size: tokens that share one W_xi for their gradients. reset_interval: tokens of memory time between
+        resets (before the
             shard's first token writes), a multiple of `chunk_size`; `None` = never.
         read: "current" o_t = f(W_t, q_t), or "chunk_start" o_t = f(W_xi, q_t).
-        query_projection: "none", "shard" (q_t M_t since the last reset) or "chunk" (since the chunk's first token), see `project_queries`.
+        query_projection: "none", "shard" (q_t M_t since the last reset) or "chunk" (since the chunk's first token),
+        see `project_queries`.
         activation: "silu" or "gelu" between layers. residual: f(W, x) + x (needs K = V).
         layernorm: (gain `[H, V]`, bias `[H, V]`, eps) on the network's output, before the residual.
         decay_target: forget toward W_init ("init") or 0 ("zero").
@@ -350,12 +376,13 @@ def memory_chunkwise(
         segment_ids: `[B, T]` int; a change between valid tokens starts a new document (fresh memory, time 0).
         initial_state: a state to go on from, per row at its own memory time, also inside a chunk.
         implementation: "chunk" or "naive"; "triton" raises until the kernels exist.
-        grad_bound: limit on |g_t| over all layers (then a chunk moves the weights by at most `grad_bound` x the sum of its theta).
-        output_surprise: also return the inner loss 1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B, T, H]`, without gradient.
+        grad_bound: limit on |g_t| over all layers (then a chunk moves the weights by at most `grad_bound` x the sum
+        of its theta). output_surprise: also return the inner loss 1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B,
+        T, H]`, without gradient.
 
     Returns:
-        `(o [B, T, Hq, V] in q's dtype, MemoryState or None)`, plus the surprise if asked for. Gradients flow through states.
-        State and arithmetic are float32 at least, float64 for float64 inputs.
+        `(o [B, T, Hq, V] in q's dtype, MemoryState or None)`, plus the surprise if asked for. Gradients flow through
+        states. State and arithmetic are float32 at least, float64 for float64 inputs.
 
     Raises:
         ValueError: a shape, dtype, option or combination that does not fit, with its name and value.
@@ -414,7 +441,8 @@ def memory_chunkwise(
     with torch.autocast(q.device.type, enabled=False):
         run = _run_tokens if by_token else _run_chunks
         o, state, loss = run(
-            cast(q), cast(k), cast(v), cast(lr), [cast(w) for w in weights], net, options, cast(momentum), cast(decay), mask, segment_ids, state
+            cast(q), cast(k), cast(v), cast(lr), [cast(w) for w in weights], net, options, cast(momentum),
+            cast(decay), mask, segment_ids, state
         )  # fmt: skip
     result = (o.to(q.dtype), state if output_final_state else None)
     return (*result, loss.detach()) if output_surprise else result
@@ -433,8 +461,8 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
     M, kind = given.projection, options["query_projection"]
     if kind != "none":
         q, M = project_queries(
-            q, k, reset_interval=C if kind == "chunk" else interval, normalize=options["normalize_projection"], mask=mask,
-            segment_ids=segment_ids, initial_state=state and (M, state.time), output_final_state=True,
+            q, k, reset_interval=C if kind == "chunk" else interval, normalize=options["normalize_projection"],
+            mask=mask, segment_ids=segment_ids, initial_state=state and (M, state.time), output_final_state=True,
         )  # fmt: skip
     if mask is None and segment_ids is None and state is None:
         grid = dense_grid(B, T, C, interval, q.device)
@@ -446,7 +474,16 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
 
     full = grid.full if isinstance(grid.full, bool) else grid.full.repeat_interleave(H)
     counts, starts = ([n * H for n in x] for x in (grid.counts, grid.starts))
-    plan = Plan(net, counts, starts, Hq // H, options["read"] == "current", state is not None and C > 1, full, options["keep_state"])
+    plan = Plan(
+        net,
+        counts,
+        starts,
+        Hq // H,
+        options["read"] == "current",
+        state is not None and C > 1,
+        full,
+        options["keep_state"],
+    )
     theta, mu, keep, present = programs(lr), None, None, None
     if momentum is not None:
         mu = programs(momentum)
@@ -487,12 +524,14 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
     return o, state, grid.scatter(loss.unflatten(0, (-1, H)))
 
 
-# ------------------------------------------------------------------------------------------------------------ validation
+# ---------------------------------------------------------------------------------------------------------- validation
 
 
 def _check_tensor(name: str, x: Tensor, shape: tuple) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ValueError(f"{name} must be a floating point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+        raise ValueError(
+            f"{name} must be a floating point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}"
+        )
     if x.dim() != len(shape) or any(want not in (None, have) for want, have in zip(shape, x.shape)):
         raise ValueError(f"{name} must have shape {['*' if n is None else n for n in shape]}, got {list(x.shape)}")
     if 0 in x.shape:
@@ -553,4 +592,6 @@ def _check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, ma
         if state.projection is not None:
             _check_tensor("initial_state.projection", state.projection, (B, H, K, K))
         if tuple(state.time.shape) != (B,) or state.time.dtype != torch.long:
-            raise ValueError(f"initial_state.time must be int64 [{B}], got {state.time.dtype} {list(state.time.shape)}")
+            raise ValueError(
+                f"initial_state.time must be int64 [{B}], got {state.time.dtype} {list(state.time.shape)}"
+            )

@@ -1,15 +1,18 @@
-"""The dual form of one memory: a chunk of tokens as matrix products, its scan over chunks, and the outer backward by hand.
+"""The dual form of one memory: a chunk of tokens as matrix products, its scan over chunks, and the outer backward by
+hand.
 
 Axis legend
     C tokens per chunk   G query heads per memory head   K key width   V value width   L layers of the memory network
-    P programs: grid rows x heads, the batch of every matrix product   N chunks over all rows, ordered by step and then by row
+    P programs: grid rows x heads, the batch of every matrix product   N chunks over all rows, ordered by step and
+    then by row
 
-g_t is rank one per layer, g_{l,t} = a_{l-1,t}^T delta_{l,t}, so with W_0, S_0 at the chunk's entry and any row vector x
+g_t is rank one per layer, g_{l,t} = a_{l-1,t}^T delta_{l,t}, so with W_0, S_0 at the chunk's entry and any row vector
+x
 
     x W_{l,t} = A_t x W_{l,0} + (1 - A_t) x W_target + D_t x S_{l,0} - sum_{i<=t} c_{t,i} (x . a_{l-1,i}) delta_{l,i}
 
-is a masked attention inside the chunk: no per-token weight exists. A_t, D_t and c depend only on theta, mu and alpha (`chunk_coefficients`).
-Everything here is plain matrix algebra; `memory_tnt.memory_naive` is what it is held to. Travels with every pushed checkpoint.
+is a masked attention inside the chunk: no per-token weight exists. `memory_tnt.memory_naive` is what this is held to.
+Travels with every pushed checkpoint.
 """
 
 import math
@@ -19,213 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Net(NamedTuple):
-    """The memory network's shape: everything that is not a tensor."""
-
-    activation: str
-    residual: bool
-    eps: float  # of the LayerNorm
-
-
-# ---------------------------------------------------------------------------------------------------- memory network
-
-
-def _phi(name: str, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Activation and its slope, phi(z) and phi'(z)."""
-    if name == "silu":
-        s = torch.sigmoid(z)
-        a = z * s
-        return a, torch.addcmul(s, a, 1 - s)
-    cdf = 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
-    return z * cdf, cdf + z * torch.exp(-0.5 * z * z) * (1 / math.sqrt(2 * math.pi))
-
-
-def _phi_curvature(name: str, z: Tensor) -> Tensor:
-    """phi''(z), which only the outer backward needs."""
-    if name == "silu":
-        s = torch.sigmoid(z)
-        return s * (1 - s) * (2 + z * (1 - 2 * s))
-    return torch.exp(-0.5 * z * z) * (2 - z * z) * (1 / math.sqrt(2 * math.pi))
-
-
-def _mean(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True)
-
-
-def _standardise(y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """LayerNorm without its affine part: (h, s) with h = (y - mean) / s, s = sqrt(var + eps)."""
-    if not torch.is_grad_enabled():  # one fused kernel, whose own backward knows nothing of s
-        h, _, inverse = torch.native_layer_norm(y, y.shape[-1:], None, None, eps)
-        return h, inverse.reciprocal()
-    y = y - _mean(y)
-    s = torch.sqrt(_mean(y * y) + eps)
-    return y / s, s
-
-
-def _project_out(x: Tensor, h: Tensor) -> Tensor:
-    """The Jacobian of the standardisation, up to 1/s: x minus its components along 1 and h."""
-    return x - _mean(x) - h * _mean(x * h)
-
-
-def apply_net(net: Net, weights: list[Tensor], x: Tensor, ln: tuple[Tensor, Tensor] | None) -> Tensor:
-    """f(W, x) for rows x `[..., n, K]` and weights `[..., d_in, d_out]`."""
-    y = x
-    for w in weights[:-1]:
-        y = (F.silu if net.activation == "silu" else F.gelu)(y @ w)
-    y = y @ weights[-1]
-    if ln is not None:
-        y = ln[0] * _standardise(y, net.eps)[0] + ln[1]
-    return y + x if net.residual else y
-
-
-def inner_gradient(net: Net, weights: list[Tensor], k: Tensor, v: Tensor, ln: tuple[Tensor, Tensor] | None):
-    """The factors of g_{l,t} = a_{l-1,t}^T delta_{l,t} at `weights` (W_xi), in closed form.
-
-    Returns `(a, delta, error, tape)`: layer inputs a_0..a_{L-1}, loss gradients delta_1..delta_L (both lists of `[..., C, width]`), the error
-    f(W, k) - v, and what the outer backward wants to see again.
-    """
-    a, z, slope = [k], [], []
-    for w in weights[:-1]:
-        z.append(a[-1] @ w)
-        act, d_act = _phi(net.activation, z[-1])
-        a.append(act)
-        slope.append(d_act)
-    y = a[-1] @ weights[-1]
-    h = s = u = None
-    if ln is not None:
-        h, s = _standardise(y, net.eps)
-        y = ln[0] * h + ln[1]
-    error = y + k - v if net.residual else y - v
-    if ln is None:
-        top = error
-    else:
-        u = ln[0] * error
-        top = _project_out(u, h) / s
-    delta, grad_act = [top], []
-    for w, d_act in zip(reversed(weights[1:]), reversed(slope)):
-        grad_act.insert(0, delta[0] @ w.transpose(-1, -2))
-        delta.insert(0, grad_act[0] * d_act)
-    return a, delta, error, (z, slope, grad_act, h, s, u)
-
-
-def bounded(lr: Tensor, a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
-    """theta_t with |g_t| over all layers limited to `bound`: the chunk then moves by at most sum(theta) * bound."""
-    square = sum((x * x).sum(-1) * (d * d).sum(-1) for x, d in zip(a, delta))
-    return lr * (bound / square.clamp_min(bound * bound).sqrt())
-
-
-# ----------------------------------------------------------------------------- chunk coefficients (scalars per token pair)
-
-
-class Coef(NamedTuple):
-    """The dual form's scalars for P chunks. `c` `[P, Cr, C]`, `A`, `D` `[P, Cr]` with Cr = C rows (read "current") or only the last one
-    (read "chunk_start"); `c` is `None` without momentum and forgetting, where c_{t,i} = theta_i. `s_end` `[P, C]`, `m_end` `[P]`: S at the end."""
-
-    theta: Tensor
-    c: Tensor | None = None
-    A: Tensor | None = None
-    D: Tensor | None = None
-    s_end: Tensor | None = None
-    m_end: Tensor | None = None
-
-    def part(self, where: slice) -> "Coef":
-        return Coef(*(None if x is None else x[where] for x in self))
-
-
-def _products(x: Tensor) -> Tensor:
-    """[..., C] -> [..., C, C+1]: entry (t, j) is the product of x_j..x_t, 1 at j = t + 1 and 0 beyond. No logarithm, so x = 0 is exact."""
-    C = x.shape[-1]
-    t, j = torch.arange(C, device=x.device)[:, None], torch.arange(C + 1, device=x.device)
-    chain = torch.where(t >= j, x[..., :, None], 1.0).cumprod(-2)
-    return chain * (t >= j - 1)
-
-
-def _products_backward(chain: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of `_products` with respect to x, without dividing by x."""
-    before = F.pad(chain[..., :-1, :], (0, 0, 1, 0))
-    before[..., 0, 0] = 1.0
-    return ((chain[..., 1:].transpose(-1, -2) @ grad) * before).sum(-1)
-
-
-class _AllRows(torch.autograd.Function):
-    """(theta, mu, 1 - alpha, present) -> c, A, D, s_end, m_end for every token of each chunk; recomputed in backward, so it keeps O(C)."""
-
-    @staticmethod
-    def forward(ctx, theta, mu, keep, present):
-        ctx.save_for_backward(theta, mu, keep, present)
-        momentum, survive, scaled = _AllRows.terms(theta, mu, keep)
-        E = survive[..., 1:] @ (scaled if present is None else scaled * present[..., None])
-        D = E[..., 0].contiguous()
-        return E[..., 1:].contiguous(), survive[..., 0].contiguous(), D, scaled[..., -1, 1:].clone(), scaled[..., -1, 0].clone()
-
-    @staticmethod
-    def terms(theta, mu, keep):
-        momentum = _products(torch.zeros_like(theta) if mu is None else mu)
-        survive = _products(torch.ones_like(theta) if keep is None else keep)
-        return momentum, survive, momentum * F.pad(theta, (1, 0), value=1.0)[..., None, :]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dc, dA, dD, ds_end, dm_end):
-        theta, mu, keep, present = ctx.saved_tensors
-        momentum, survive, scaled = _AllRows.terms(theta, mu, keep)
-        dE = torch.cat([dD[..., None], dc], -1)
-        d_scaled = survive[..., 1:].transpose(-1, -2) @ dE
-        if present is not None:
-            d_scaled = d_scaled * present[..., None]
-            scaled = scaled * present[..., None]
-        d_survive = torch.cat([dA[..., None], dE @ scaled.transpose(-1, -2)], -1)
-        d_scaled[..., -1, :] += torch.cat([dm_end[..., None], ds_end], -1)
-        d_theta = (d_scaled * momentum).sum(-2)[..., 1:]
-        d_momentum = d_scaled * F.pad(theta, (1, 0), value=1.0)[..., None, :]
-        d_mu = None if mu is None else _products_backward(momentum, d_momentum)
-        d_keep = None if keep is None else _products_backward(survive, d_survive)
-        return d_theta, d_mu, d_keep, None
-
-
-def _last_row(theta: Tensor, mu: Tensor | None, keep: Tensor | None, present: Tensor | None):
-    """The chunk-end row of the same coefficients in O(C log C): a suffix scan over the maps (S, W) -> (mu S, keep W + mu S)."""
-    C = theta.shape[-1]
-    m = torch.zeros_like(theta) if mu is None else mu
-    a = torch.ones_like(theta) if keep is None else keep
-    w = torch.ones_like(theta) if present is None else present
-    x = w * m  # what a unit of S becomes in W
-    hop = 1
-    while hop < C:
-        m2, a2 = (F.pad(y[..., hop:], (0, hop), value=1.0) for y in (m, a))
-        x2 = F.pad(x[..., hop:], (0, hop))
-        m, a, x = m2 * m, a2 * a, x2 * m + a2 * x
-        hop *= 2
-    later_m, later_a = (F.pad(y[..., 1:], (0, 1), value=1.0) for y in (m, a))
-    c = theta * (F.pad(x[..., 1:], (0, 1)) + later_a * w)
-    return c[..., None, :], a[..., :1], x[..., :1], theta * later_m, m[..., 0]
-
-
-def chunk_coefficients(theta, mu, keep, present, current: bool) -> Coef:
-    if mu is None and keep is None:
-        return Coef(theta)
-    c, A, D, s_end, m_end = (_AllRows.apply if current else _last_row)(theta, mu, keep, present)
-    if mu is None:
-        return Coef(theta, c, A)
-    return Coef(theta, c, None if keep is None else A, D, s_end, m_end)
-
-
-class BoundedCoef(NamedTuple):
-    """Per-token scalars for a scan with a gradient bound: theta changes with the chunk's gradients, so coefficients are made chunk by chunk."""
-
-    theta: Tensor
-    mu: Tensor | None
-    keep: Tensor | None
-    present: Tensor | None
-    current: bool
-
-    def part(self, where: slice, a: list[Tensor], delta: list[Tensor], bound: float) -> Coef:
-        theta, mu, keep, present = (None if x is None else x[where] for x in self[:4])
-        return chunk_coefficients(bounded(theta, a, delta, bound), mu, keep, present, self.current)
-
-
-# ------------------------------------------------------------------------------------------- one chunk of the dual form
+from .coefficients_tnt import Coef
+from .network_tnt import (
+    Net,
+    activation_and_slope,
+    activation_curvature,
+    inner_gradient,
+    mean,
+    project_out,
+    standardise,
+)
 
 
 class Plan(NamedTuple):
@@ -276,18 +82,19 @@ def _read_chunk(plan: Plan, base, S, target, start, q, coef: Coef, a, delta, ln)
                 y = torch.addcmul(y, D, moved)
             p = x @ a[i].transpose(1, 2)
             y = torch.baddbmm(y, pairs * p, delta[i], alpha=-1)
-        act, slope = (None, None) if i == len(base) - 1 else _phi(net.activation, y)
+        act, slope = (None, None) if i == len(base) - 1 else activation_and_slope(net.activation, y)
         tape.append((x, kept, moved, p, slope))
         x = act
     h = s = None
     if ln is not None:
-        h, s = _standardise(y, net.eps)
+        h, s = standardise(y, net.eps)
         y = ln[0] * h + ln[1]
     return (y + q if net.residual else y), (tape, h, s)
 
 
 def _write_chunk(base, S, target, coef: Coef, a, delta):
-    """Weights and momentum after the chunk: W_C = A W_0 + (1 - A) W_target + D S_0 - sum_i c_{C,i} g_i and S_C likewise."""
+    """Weights and momentum after the chunk: W_C = A W_0 + (1 - A) W_target + D S_0 - sum_i c_{C,i} g_i and S_C
+    likewise."""
     c_end = coef.theta if coef.c is None else coef.c[:, -1]
     new, new_S = [], None if coef.s_end is None else []
     for i, w in enumerate(base):
@@ -299,7 +106,11 @@ def _write_chunk(base, S, target, coef: Coef, a, delta):
         new.append(torch.baddbmm(w, (c_end[..., None] * a[i]).transpose(1, 2), delta[i], alpha=-1))
         if new_S is not None:
             push = (coef.s_end[..., None] * a[i]).transpose(1, 2)
-            new_S.append(-(push @ delta[i]) if S is None else torch.baddbmm(coef.m_end[:, None, None] * S[i], push, delta[i], alpha=-1))
+            new_S.append(
+                -(push @ delta[i])
+                if S is None
+                else torch.baddbmm(coef.m_end[:, None, None] * S[i], push, delta[i], alpha=-1)
+            )
     return new, new_S
 
 
@@ -308,7 +119,8 @@ def _cut(x, n):
 
 
 def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, bound=None, checkpoints=None):
-    """All chunks in order. Returns o `[N H, C G, V]`, the inner losses `[N H, C]` and the rows' final W, W_xi, S (lists, or `None`).
+    """All chunks in order. Returns o `[N H, C G, V]`, the inner losses `[N H, C]` and the rows' final W, W_xi, S
+    (lists, or `None`).
 
     `coef` is a `Coef`, or a `BoundedCoef` with a gradient `bound`. `checkpoints`: {step: None}, to fill.
     """
@@ -340,23 +152,33 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, bound=None, checkpoint
 def _join(plan: Plan, pieces: list[Tensor], total: int) -> Tensor:
     """Chunk results in the grid's order; a dense grid has unused chunks behind the last shard's end."""
     ends = [*plan.starts[1:], total]
-    return torch.cat([F.pad(x, (0, 0) * (x.dim() - 1) + (0, b - a - len(x))) if b - a > len(x) else x for x, a, b in zip(pieces, plan.starts, ends)])
+    return torch.cat(
+        [
+            F.pad(x, (0, 0) * (x.dim() - 1) + (0, b - a - len(x))) if b - a > len(x) else x
+            for x, a, b in zip(pieces, plan.starts, ends)
+        ]
+    )
 
 
-# --------------------------------------------------------------------------------------- the scan with a backward by hand
+# ------------------------------------------------------------------------------------ the scan with a backward by hand
 
 
 class ChunkScan(torch.autograd.Function):
-    """`scan` with O(sqrt(steps)) kept states: backward goes through segments of chunks from the last to the first, replays the writes of
-    one segment, then takes each chunk's gradient in closed form (through the reads, the chunk-end update and the inner gradient)."""
+    """`scan` with O(sqrt(steps)) kept states: backward goes through segments of chunks from the last to the first,
+    replays the writes of one segment, then takes each chunk's gradient in closed form (through the reads, the
+    chunk-end update and the inner gradient)."""
 
     @staticmethod
     def forward(ctx, plan, depth, q, k, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
         coef, ln = Coef(theta, c, A, D, s_end, m_end), None if gain is None else (gain, bias)
-        W, xi, S, target = (None if x[0] is None else list(x) for x in (states[i * depth : (i + 1) * depth] for i in range(4)))
+        W, xi, S, target = (
+            None if x[0] is None else list(x) for x in (states[i * depth : (i + 1) * depth] for i in range(4))
+        )
         stride = math.isqrt(len(plan.counts) - 1) + 1
-        checkpoints = {j: None for j in range(0, len(plan.counts), stride)}
-        o, loss, *final = scan(plan, q, k, v, coef, ln, target, xi, W, S, checkpoints=checkpoints if any(ctx.needs_input_grad) else None)
+        checkpoints = dict.fromkeys(range(0, len(plan.counts), stride))
+        o, loss, *final = scan(
+            plan, q, k, v, coef, ln, target, xi, W, S, checkpoints=checkpoints if any(ctx.needs_input_grad) else None
+        )
         ctx.save_for_backward(q, k, v, *coef, gain, bias, *states)
         ctx.plan, ctx.depth, ctx.checkpoints, ctx.stride = plan, depth, checkpoints, stride
         ctx.mark_non_differentiable(loss)
@@ -395,8 +217,8 @@ class ChunkScan(torch.autograd.Function):
                 start, W, S, inner = replay.pop()
                 end_W, end_S, end_xi = _end_gradients(plan, kept, n, run_W, run_S, d_W, d_S, d_xi, W)
                 run_W, run_S, run_start = _chunk_backward(
-                    plan, here, start, W, S, _cut(target, n), _cut(ln, n), q[here], k[here], v[here], coef.part(here), inner,
-                    d_o[here], end_W, end_S, grad, _cut(d_target, n), _cut(d_ln, n),
+                    plan, here, start, W, S, _cut(target, n), _cut(ln, n), q[here], k[here], v[here], coef.part(here),
+                    inner, d_o[here], end_W, end_S, grad, _cut(d_target, n), _cut(d_ln, n),
                 )  # fmt: skip
                 if end_xi is not None:
                     for x, y in zip(run_start, end_xi):
@@ -409,12 +231,15 @@ class ChunkScan(torch.autograd.Function):
 
 
 def _end_gradients(plan: Plan, kept: int, n: int, run_W, run_S, d_W, d_S, d_xi, W):
-    """Gradients of (W, S) behind a chunk: rows [0, kept) run on, rows [kept, n) ended here and get their final state's gradients."""
+    """Gradients of (W, S) behind a chunk: rows [0, kept) run on, rows [kept, n) ended here and get their final
+    state's gradients."""
     if kept == n:
         return run_W, run_S, None
-    if d_W is None:  # the final state was not asked for
-        ended = [torch.zeros_like(w[kept:]) for w in W]
-        return (ended, None, None) if not kept else ([torch.cat(x) for x in zip(run_W, ended)], run_S and [F.pad(x, (0, 0, 0, 0, 0, n - kept)) for x in run_S], None)
+    if d_W is None:  # nobody asked for the final state
+        if not kept:
+            return [torch.zeros_like(w) for w in W], None, None
+        run_W, run_S = (y and [F.pad(x, (0, 0, 0, 0, 0, n - kept)) for x in y] for y in (run_W, run_S))
+        return run_W, run_S, None
     final_W, final_S, final_xi = ([x[kept:n] for x in y] if y is not None else None for y in (d_W, d_S, d_xi))
     full = plan.full[kept:n, None, None] if isinstance(plan.full, Tensor) else plan.full
     to_W = [torch.where(full, x, 0.0) if isinstance(full, Tensor) else x * full for x in final_xi]
@@ -426,9 +251,11 @@ def _end_gradients(plan: Plan, kept: int, n: int, run_W, run_S, d_W, d_S, d_xi, 
     return end_W, final_S, end_xi
 
 
-def _chunk_backward(plan, here, start, W, S, target, ln, q, k, v, coef, inner, d_o, end_W, end_S, grad, d_target, d_ln):
-    """Closed-form gradient of one chunk, given those of its end state (consumed in place). Adds into `grad` (slices `here`), `d_target` and
-    `d_ln`; returns d W_0, d S_0 and d W_xi (the same tensors as d W_0 where W_xi is W_0)."""
+def _chunk_backward(
+    plan, here, start, W, S, target, ln, q, k, v, coef, inner, d_o, end_W, end_S, grad, d_target, d_ln
+):
+    """Closed-form gradient of one chunk, given those of its end state (consumed in place). Adds into `grad` (slices
+    `here`), `d_target` and `d_ln`; returns d W_0, d S_0 and d W_xi (the same tensors as d W_0 where W_xi is W_0)."""
     net, L, G, C = plan.net, len(W), plan.groups, k.shape[1]
     a, delta, error, tape = inner
     d_q, d_k, d_v, d_theta, d_c, d_A, d_D, d_s, d_m = (None if x is None else x[here] for x in grad)
@@ -467,7 +294,7 @@ def _chunk_backward(plan, here, start, W, S, target, ln, q, k, v, coef, inner, d
     if ln is not None:
         d_ln[0] += (d_o * h).sum(1, keepdim=True)
         d_ln[1] += d_o.sum(1, keepdim=True)
-        dy = _project_out(ln[0] * d_o, h) / s
+        dy = project_out(ln[0] * d_o, h) / s
     pairs = _pair_weights(plan, coef, C) if plan.current else None
     A = None if coef.A is None or not plan.current else _grouped(coef.A, G)[..., None]
     D = None if coef.D is None or not plan.current else _grouped(coef.D, G)[..., None]
@@ -510,17 +337,17 @@ def _chunk_backward(plan, here, start, W, S, target, ln, q, k, v, coef, inner, d
     d_z = [None] * L
     for i in range(L - 1):
         d_g = d_delta[i] * slope[i]
-        d_z[i] = d_delta[i] * grad_act[i] * _phi_curvature(net.activation, z[i])
+        d_z[i] = d_delta[i] * grad_act[i] * activation_curvature(net.activation, z[i])
         d_delta[i + 1].baddbmm_(d_g, start[i + 1])
         d_start[i + 1].baddbmm_(d_g.transpose(1, 2), delta[i + 1])
     d_error = d_z[-1] = d_delta[-1]
     if ln is not None:
         lam, top = d_delta[-1], delta[-1]
-        d_u = _project_out(lam, h) / s
+        d_u = project_out(lam, h) / s
         d_error = ln[0] * d_u
-        d_h = ln[0] * d_error - (lam * _mean(u * h) + u * _mean(lam * h)) / s
+        d_h = ln[0] * d_error - (lam * mean(u * h) + u * mean(lam * h)) / s
         d_s_norm = -(lam * top).sum(-1, keepdim=True) / s
-        d_z[-1] = _project_out(d_h, h) / s + d_s_norm * h / h.shape[-1]
+        d_z[-1] = project_out(d_h, h) / s + d_s_norm * h / h.shape[-1]
         d_ln[0] += (d_u * error + d_error * h).sum(1, keepdim=True)
         d_ln[1] += d_error.sum(1, keepdim=True)
     d_v.copy_(-d_error)
