@@ -1,7 +1,8 @@
 """The memory operation: one recurrence, several forms, one answer.
 
-The oracle below is written from DESIGN's equations with `torch.func.grad` for the inner gradient; everything else is held to it or to
-`memory_naive`. float64 throughout: 1e-10 leaves five digits above the rounding of a 24-token recurrence and catches any wrong term.
+The oracle below is written from the papers' equations with `torch.func.grad` for the inner gradient; everything else
+is held to it or to `memory_naive`. float64 throughout: 1e-10 leaves five digits above the rounding of a 24-token
+recurrence and catches any wrong term.
 """
 
 import ast
@@ -112,7 +113,7 @@ def assert_same(got, want, tolerance=EXACT, what=""):
         assert error <= tolerance, f"{what} tensor {i}: relative error {error:.1e} > {tolerance:.0e}"
 
 
-# ------------------------------------------------------------------------------------------------- against the equations
+# ----------------------------------------------------------------------------------------------- against the equations
 
 
 def oracle(
@@ -134,7 +135,7 @@ def oracle(
     decay,
     layernorm,
 ):
-    """One head, one document, straight from DESIGN §1: lists of [d_in, d_out] weights, inner gradient by torch.func.grad."""
+    """One head, one document, as the papers print it; weights are lists of [d_in, d_out]."""
     phi = {"silu": F.silu, "gelu": F.gelu}[activation]
 
     def f(W, x):
@@ -187,31 +188,32 @@ def oracle(
     ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()) or "plain",
 )
 def test_matches_the_published_recurrence(op, depth, case):
-    case = {
-        "target": "init",
-        "read": "current",
-        "projection": "none",
-        "normalize": True,
-        "reset_interval": None,
-        "residual": False,
-        "activation": "silu",
-        **case,
-    }
+    defaults = {"target": "init", "read": "current", "projection": "none", "normalize": True}
+    case = {**defaults, "reset_interval": None, "residual": False, "activation": "silu", **case}
     flags = {name: case.pop(name, False) for name in ("momentum", "decay", "layernorm")}
     (q, k, v, lr), weights, options = make_inputs(T=14, H=2, G=2, depth=depth, **flags)
-    out, state = op(
-        q, k, v, lr, weights, **options, chunk_size=3, reset_interval=case["reset_interval"], read=case["read"], query_projection=case["projection"],
-        normalize_projection=case["normalize"], residual=case["residual"], activation=case["activation"], decay_target=case["target"], output_final_state=True,
-    )  # fmt: skip
-    zeros = torch.zeros(14, dtype=torch.float64)
+    named = {
+        "query_projection": case["projection"],
+        "normalize_projection": case["normalize"],
+        "decay_target": case["target"],
+        **{name: case[name] for name in ("reset_interval", "read", "residual", "activation")},
+    }
+    out, state = op(q, k, v, lr, weights, **options, **named, chunk_size=3, output_final_state=True)
+    zeros = torch.zeros(1, 14, 2, dtype=torch.float64)
+    momentum, decay = options.get("momentum", zeros), options.get("decay", zeros)
     for head in range(4):
         kv = head // 2
         ln = options.get("layernorm")
         want, W = oracle(
-            q[0, :, head], k[0, :, kv], v[0, :, kv], lr[0, :, kv], [w[kv] for w in weights], chunk_size=3, **case,
-            momentum=options["momentum"][0, :, kv] if "momentum" in options else zeros, decay=options["decay"][0, :, kv] if "decay" in options else zeros,
+            q[0, :, head],
+            *(x[0, :, kv] for x in (k, v, lr)),
+            [w[kv] for w in weights],
+            chunk_size=3,
+            momentum=momentum[0, :, kv],
+            decay=decay[0, :, kv],
             layernorm=ln and (ln[0][kv], ln[1][kv], ln[2]),
-        )  # fmt: skip
+            **case,
+        )
         assert_same([out[0, :, head]], [want], what="read-out")
         assert_same([w[0, kv] for w in state.weights], W, what="weights")
 
@@ -224,7 +226,7 @@ def test_momentum_and_forgetting_of_zero_are_none():
     assert_same([gated[0], *gated[1].weights], [plain[0], *plain[1].weights], 1e-14)
 
 
-# --------------------------------------------------------------------------- chunkwise = naive: outputs, states, gradients
+# ----------------------------------------------------------------------- chunkwise = naive: outputs, states, gradients
 
 
 @st.composite
@@ -233,32 +235,44 @@ def cases(draw):
     T = draw(st.integers(1, 24))
     residual = draw(st.booleans())
     K = draw(st.integers(3, 5))
-    case = {
-        "seed": draw(st.integers(0, 2**16)), "B": draw(st.integers(1, 2)), "T": T, "H": draw(st.integers(1, 2)), "G": draw(st.integers(1, 3)), "K": K,
-        "V": K if residual else draw(st.integers(3, 5)), "depth": draw(st.integers(1, 3)), "momentum": draw(st.booleans()), "decay": draw(st.booleans()),
-        "layernorm": draw(st.booleans()),
-    }  # fmt: skip
+
+    def pick(*values):
+        return draw(st.sampled_from(values))
+
+    shape = {
+        "seed": draw(st.integers(0, 2**16)),
+        "B": pick(1, 2),
+        "T": T,
+        "H": pick(1, 2),
+        "G": pick(1, 2, 3),
+        "K": K,
+        "V": K if residual else pick(3, 4, 5),
+        "depth": pick(1, 2, 3),
+        **{name: draw(st.booleans()) for name in ("momentum", "decay", "layernorm")},
+    }
     options = {
-        "chunk_size": chunk, "reset_interval": draw(st.sampled_from([None, chunk, 2 * chunk, 3 * chunk])), "read": draw(st.sampled_from(["current", "chunk_start"])),
-        # K = 3 keys of rank one make q M / |q M| a sign function of q: unnormalised here, normalised in its own test
-        "query_projection": draw(st.sampled_from(["none", "shard", "chunk"])), "normalize_projection": False,
-        "activation": draw(st.sampled_from(["silu", "gelu"])), "residual": residual, "decay_target": draw(st.sampled_from(["init", "zero"])),
-        "grad_bound": draw(st.sampled_from([None, None, 0.2, 1e30])),
-    }  # fmt: skip
-    rows = {}
+        "chunk_size": chunk,
+        "reset_interval": pick(None, chunk, 2 * chunk, 3 * chunk),
+        "read": pick("current", "chunk_start"),
+        "query_projection": pick("none", "shard", "chunk"),
+        # normalised in a test of its own: on a rank-one M, q M / |q M| is a sign function of q
+        "normalize_projection": False,
+        "activation": pick("silu", "gelu"),
+        "residual": residual,
+        "decay_target": pick("init", "zero"),
+        "grad_bound": pick(None, None, 0.2, 1e30),
+    }
+    cells = st.lists(st.booleans(), min_size=shape["B"] * T, max_size=shape["B"] * T)
+    rows, split = {}, None
     if draw(st.booleans()):
-        rows["mask"] = torch.tensor(
-            draw(st.lists(st.booleans(), min_size=case["B"] * T, max_size=case["B"] * T))
-        ).view(case["B"], T)
-    split = None
+        rows["mask"] = torch.tensor(draw(cells)).view(-1, T)
     if draw(st.booleans()):
         split = []
         while sum(split) < T:
             split.append(draw(st.integers(1, T - sum(split))))
     elif draw(st.booleans()):
-        cuts = draw(st.lists(st.booleans(), min_size=case["B"] * T, max_size=case["B"] * T))
-        rows["segment_ids"] = torch.tensor(cuts).view(case["B"], T).cumsum(1)
-    return case, options, rows, split
+        rows["segment_ids"] = torch.tensor(draw(cells)).view(-1, T).cumsum(1)
+    return shape, options, rows, split
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
@@ -325,7 +339,7 @@ def test_zero_momentum_has_a_gradient():
     assert_same([got], [want])
 
 
-# ---------------------------------------------------------------------------------------------- memory time and documents
+# ------------------------------------------------------------------------------------------- memory time and documents
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -379,7 +393,7 @@ def test_a_row_without_tokens_keeps_its_state():
 
 
 def test_chunk_size_may_change_at_a_chunk_boundary():
-    """Stage 2 decodes at chunk size 1 what stage 1 prefilled at 4: from a boundary on it is a fresh run of the new chunk size."""
+    """Stage 2 decodes at chunk size 1 what stage 1 prefilled at 4."""
     tensors, weights, _ = make_inputs(T=16)
     prompt, rest = (cut(tensors, {}, w)[0] for w in (slice(0, 8), slice(8, 16)))
     state = run(memory_chunkwise, prompt, weights, {}, chunk_size=4)[1]
@@ -510,7 +524,7 @@ def test_one_token_compiles_without_a_graph_break():
     assert_same([torch.cat(outputs, 1)], [want])
 
 
-# ------------------------------------------------------------------------------------------------------------- bad input
+# ----------------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
