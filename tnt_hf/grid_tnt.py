@@ -133,7 +133,7 @@ def ragged_grid(
     row_batch = torch.cat([batch, batch[:, None].expand(B, T)[new_row]])
     carried = torch.arange(len(start), device=row.device) < B
     if interval is not None:
-        carried = carried & (start % interval != 0)
+        carried = carried & ((start % interval != 0) | (length == lead))  # no token, no reset
     end_time = count[:, -1] + present[:, -1] - document_start[:, -1] + torch.where(in_first[:, -1], time0, 0)
     return Grid(
         (B, T, C), counts.tolist(), starts.tolist(), len(start), row_batch[order], carried[order], (length % C ==
