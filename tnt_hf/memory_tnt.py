@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .coefficients_tnt import BoundedCoef, chunk_coefficients
 from .grid_tnt import dense_grid, ragged_grid
-from .network_tnt import Net, apply_net, bounded, inner_gradient
+from .network_tnt import Net, apply_net, bounded, inner_gradient, residual_target
 from .scan_tnt import ChunkScan, Plan, scan
 
 
@@ -93,7 +93,7 @@ def _token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k
         weights, start = pick(reset, init, weights), pick(reset, init, start)
         S = S and pick(reset, [torch.zeros_like(s) for s in S], S)
         M = M if M is None else pick(reset, [torch.zeros_like(M)], [M])[0]
-    a, delta, error, _ = inner_gradient(net, start, k, v, ln)
+    a, delta, error, _ = inner_gradient(net, start, k, residual_target(net, k, v), ln)
     if options["grad_bound"] is not None:
         lr = bounded(lr[..., None], a, delta, options["grad_bound"])[..., 0]
     theta = lr[..., None, None]
@@ -424,6 +424,7 @@ def memory_chunkwise(
         "decay_target": decay_target,
         "grad_bound": grad_bound,
         "keep_state": output_final_state,
+        "keep_loss": output_surprise,
         "layernorm": None if layernorm is None else [x.to(dtype)[:, None] for x in layernorm[:2]],
     }
 
@@ -483,6 +484,7 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
         state is not None and C > 1,
         full,
         options["keep_state"],
+        options["keep_loss"],
     )
     theta, mu, keep, present = programs(lr), None, None, None
     if momentum is not None:
@@ -521,7 +523,7 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
         W, xi, S = (y and [z.unflatten(0, (-1, H))[grid.last_row] for z in y] for y in final)
         state = MemoryState(W, W if C == 1 else xi, S, M, grid.time)
     o = grid.scatter(o.unflatten(1, (C, -1)).unflatten(0, (-1, H))).flatten(2, 3)
-    return o, state, grid.scatter(loss.unflatten(0, (-1, H)))
+    return o, state, loss if loss is None else grid.scatter(loss.unflatten(0, (-1, H)))
 
 
 # ---------------------------------------------------------------------------------------------------------- validation

@@ -27,17 +27,27 @@ class Net(NamedTuple):
     eps: float  # of the LayerNorm
 
 
-def activation_and_slope(name: str, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Activation and its slope, phi(z) and phi'(z)."""
-    if name == "silu":
-        s = torch.sigmoid(z)
-        a = z * s
-        return a, torch.addcmul(s, a, 1 - s)
-    cdf = 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
-    return z * cdf, cdf + z * torch.exp(-0.5 * z * z) * (1 / math.sqrt(2 * math.pi))
+def product(x: Tensor, w: Tensor) -> Tensor:
+    """x @ w; `bmm` spares a chunk's many small products the broadcasting logic of `matmul`."""
+    return torch.bmm(x, w) if x.dim() == 3 else x @ w
 
 
-def activation_curvature(name: str, z: Tensor) -> Tensor:
+def activate(name: str, z: Tensor) -> Tensor:
+    """phi(z)."""
+    return F.silu(z) if name == "silu" else F.gelu(z)
+
+
+def through_activation(name: str, grad: Tensor, z: Tensor) -> Tensor:
+    """grad * phi'(z)."""
+    if name == "gelu":
+        return torch.ops.aten.gelu_backward(grad, z)
+    if not torch.is_grad_enabled():  # one fused kernel, which has no derivative of its own
+        return torch.ops.aten.silu_backward(grad, z)
+    s = torch.sigmoid(z)
+    return grad * s * (1 + z * (1 - s))
+
+
+def curvature(name: str, z: Tensor) -> Tensor:
     """phi''(z), which only the outer backward needs."""
     if name == "silu":
         s = torch.sigmoid(z)
@@ -45,64 +55,67 @@ def activation_curvature(name: str, z: Tensor) -> Tensor:
     return torch.exp(-0.5 * z * z) * (2 - z * z) * (1 / math.sqrt(2 * math.pi))
 
 
-def mean(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True)
+class Standardised(NamedTuple):
+    """LayerNorm without its affine part: h = (y - mean) / s, with what its derivatives need."""
+
+    y: Tensor
+    h: Tensor
+    mean: Tensor
+    inverse: Tensor  # 1 / s, s = sqrt(var + eps)
 
 
-def standardise(y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """LayerNorm without its affine part: (h, s) with h = (y - mean) / s, s = sqrt(var + eps)."""
-    if not torch.is_grad_enabled():  # one fused kernel, whose own backward knows nothing of s
-        h, _, inverse = torch.native_layer_norm(y, y.shape[-1:], None, None, eps)
-        return h, inverse.reciprocal()
-    y = y - mean(y)
-    s = torch.sqrt(mean(y * y) + eps)
-    return y / s, s
+def standardise(y: Tensor, eps: float) -> Standardised:
+    h, mean, inverse = torch.native_layer_norm(y, y.shape[-1:], None, None, eps)
+    return Standardised(y, h, mean, inverse)
 
 
-def project_out(x: Tensor, h: Tensor) -> Tensor:
-    """The Jacobian of the standardisation, up to 1/s: x minus its components along 1 and h."""
-    return x - mean(x) - h * mean(x * h)
+def through_standardise(grad: Tensor, n: Standardised) -> Tensor:
+    """grad times the Jacobian of h: (grad without its components along 1 and h) / s."""
+    backward = torch.ops.aten.native_layer_norm_backward
+    return backward(grad, n.y, n.y.shape[-1:], n.mean, n.inverse, None, None, [True, False, False])[0]
 
 
 def apply_net(net: Net, weights: list[Tensor], x: Tensor, ln: tuple[Tensor, Tensor] | None) -> Tensor:
     """f(W, x) for rows x `[..., n, K]` and weights `[..., d_in, d_out]`."""
     y = x
     for w in weights[:-1]:
-        y = (F.silu if net.activation == "silu" else F.gelu)(y @ w)
-    y = y @ weights[-1]
+        y = activate(net.activation, product(y, w))
+    y = product(y, weights[-1])
     if ln is not None:
-        y = ln[0] * standardise(y, net.eps)[0] + ln[1]
+        y = torch.addcmul(ln[1], ln[0], standardise(y, net.eps).h)
     return y + x if net.residual else y
 
 
-def inner_gradient(net: Net, weights: list[Tensor], k: Tensor, v: Tensor, ln: tuple[Tensor, Tensor] | None):
+def residual_target(net: Net, k: Tensor, v: Tensor) -> Tensor:
+    """What f(W, k) - v adds to the network's output: k - v with the residual, else -v."""
+    return k - v if net.residual else -v
+
+
+def inner_gradient(net: Net, weights: list[Tensor], k: Tensor, target: Tensor, ln: tuple[Tensor, Tensor] | None):
     """The factors of g_{l,t} = a_{l-1,t}^T delta_{l,t} at `weights` (W_xi), in closed form.
 
-    Returns `(a, delta, error, tape)`: layer inputs a_0..a_{L-1}, loss gradients delta_1..delta_L (both lists of
-    `[..., C, width]`), the error f(W, k) - v, and what the outer backward wants to see again.
+    `target` is `residual_target(net, k, v)`. Returns `(a, delta, error, tape)`: layer inputs a_0..a_{L-1}, loss
+    gradients delta_1..delta_L (both lists of `[..., C, width]`), the error f(W, k) - v, and what the outer backward
+    wants to see again.
     """
-    a, z, slope = [k], [], []
+    a, z = [k], []
     for w in weights[:-1]:
-        z.append(a[-1] @ w)
-        act, d_act = activation_and_slope(net.activation, z[-1])
-        a.append(act)
-        slope.append(d_act)
-    y = a[-1] @ weights[-1]
-    h = s = u = None
-    if ln is not None:
-        h, s = standardise(y, net.eps)
-        y = ln[0] * h + ln[1]
-    error = y + k - v if net.residual else y - v
+        z.append(product(a[-1], w))
+        a.append(activate(net.activation, z[-1]))
+    y = product(a[-1], weights[-1])
     if ln is None:
-        top = error
+        error, normed, u = y + target, None, None
+        delta = [error]
     else:
+        normed = standardise(y, net.eps)
+        error = torch.addcmul(ln[1] + target, ln[0], normed.h)
         u = ln[0] * error
-        top = project_out(u, h) / s
-    delta, grad_act = [top], []
-    for w, d_act in zip(reversed(weights[1:]), reversed(slope)):
-        grad_act.insert(0, delta[0] @ w.transpose(-1, -2))
-        delta.insert(0, grad_act[0] * d_act)
-    return a, delta, error, (z, slope, grad_act, h, s, u)
+        delta = [through_standardise(u, normed)]
+    grad_act = []
+    for w, x in zip(reversed(weights[1:]), reversed(z)):
+        grad_act.insert(0, product(delta[0], w.transpose(-1, -2)))
+        delta.insert(0, through_activation(net.activation, grad_act[0], x))
+    return a, delta, error, (z, grad_act, normed, u)
 
 
 def bounded(lr: Tensor, a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:

@@ -25,12 +25,13 @@ from torch import Tensor
 from .coefficients_tnt import Coef
 from .network_tnt import (
     Net,
-    activation_and_slope,
-    activation_curvature,
+    activate,
+    curvature,
     inner_gradient,
-    mean,
-    project_out,
+    residual_target,
     standardise,
+    through_activation,
+    through_standardise,
 )
 
 
@@ -45,6 +46,7 @@ class Plan(NamedTuple):
     carried: bool  # step 0 takes its gradients at a carried W_xi
     full: Tensor | bool
     keep_state: bool
+    keep_loss: bool
 
 
 def _grouped(x: Tensor | None, groups: int) -> Tensor | None:
@@ -69,27 +71,28 @@ def _read_chunk(plan: Plan, base, S, target, start, q, coef: Coef, a, delta, ln)
         A = None if coef.A is None else _grouped(coef.A, plan.groups)[..., None]
         D = None if coef.D is None else _grouped(coef.D, plan.groups)[..., None]
     for i, w in enumerate(base if plan.current else start):
-        y, kept, moved, p = x @ w, None, None, None
+        y, kept, moved, p = torch.bmm(x, w), None, None, None
         if plan.current:
             if A is not None:
-                kept, pull = y, None
-                if target is not None:
-                    pull = x @ target[i]
+                kept = y
+                if target is None:
+                    y = A * kept
+                else:
+                    pull = torch.bmm(x, target[i])
                     kept = y - pull
-                y = A * kept if pull is None else torch.addcmul(pull, A, kept)
+                    y = torch.addcmul(pull, A, kept)
             if S is not None:
-                moved = x @ S[i]
+                moved = torch.bmm(x, S[i])
                 y = torch.addcmul(y, D, moved)
-            p = x @ a[i].transpose(1, 2)
+            p = torch.bmm(x, a[i].transpose(1, 2))
             y = torch.baddbmm(y, pairs * p, delta[i], alpha=-1)
-        act, slope = (None, None) if i == len(base) - 1 else activation_and_slope(net.activation, y)
-        tape.append((x, kept, moved, p, slope))
-        x = act
-    h = s = None
+        tape.append((x, kept, moved, p, y))
+        x = activate(net.activation, y) if i < len(base) - 1 else y
+    normed = None
     if ln is not None:
-        h, s = standardise(y, net.eps)
-        y = ln[0] * h + ln[1]
-    return (y + q if net.residual else y), (tape, h, s)
+        normed = standardise(y, net.eps)
+        y = torch.addcmul(ln[1], ln[0], normed.h)
+    return (y + q if net.residual else y), (tape, normed)
 
 
 def _write_chunk(base, S, target, coef: Coef, a, delta):
@@ -107,7 +110,7 @@ def _write_chunk(base, S, target, coef: Coef, a, delta):
         if new_S is not None:
             push = (coef.s_end[..., None] * a[i]).transpose(1, 2)
             new_S.append(
-                -(push @ delta[i])
+                -torch.bmm(push, delta[i])
                 if S is None
                 else torch.baddbmm(coef.m_end[:, None, None] * S[i], push, delta[i], alpha=-1)
             )
@@ -119,22 +122,24 @@ def _cut(x, n):
 
 
 def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, bound=None, checkpoints=None):
-    """All chunks in order. Returns o `[N H, C G, V]`, the inner losses `[N H, C]` and the rows' final W, W_xi, S
-    (lists, or `None`).
+    """All chunks in order. Returns o `[N H, C G, V]`, the inner losses `[N H, C]` (or `None`) and the rows' final W,
+    W_xi, S (lists, or `None`).
 
     `coef` is a `Coef`, or a `BoundedCoef` with a gradient `bound`. `checkpoints`: {step: None}, to fill.
     """
     reads, losses, ended, last = [], [], [], len(plan.counts) - 1
+    inner_target = residual_target(plan.net, k, v)
     for j, (n, first) in enumerate(zip(plan.counts, plan.starts)):
         here = slice(first, first + n)
         if checkpoints is not None and j in checkpoints:
             checkpoints[j] = (W, S)
         start = xi if plan.carried and j == 0 else W
         norm, goal = _cut(ln, n), _cut(target, n)
-        a, delta, error, _ = inner_gradient(plan.net, start, k[here], v[here], norm)
+        a, delta, error, _ = inner_gradient(plan.net, start, k[here], inner_target[here], norm)
         c = coef.part(here) if bound is None else coef.part(here, a, delta, bound)
         reads.append(_read_chunk(plan, W, S, goal, start, q[here], c, a, delta, norm)[0])
-        losses.append(0.5 * (error.detach() ** 2).sum(-1))
+        if plan.keep_loss:
+            losses.append(0.5 * error.detach().square().sum(-1))
         rest = 0 if j == last else plan.counts[j + 1]
         if plan.keep_state or j < last:
             W, S = _write_chunk(W, S, goal, c, a, delta)
@@ -146,7 +151,7 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, bound=None, checkpoint
                 ended.append(([x[rest:] for x in W], xi_end, S and [x[rest:] for x in S]))
             W, S = _cut(W, rest), _cut(S, rest)
     final = [None if x[0] is None else [torch.cat(y[::-1]) for y in zip(*x)] for x in zip(*ended)] or [None] * 3
-    return _join(plan, reads, len(q)), _join(plan, losses, len(q)), *final
+    return _join(plan, reads, len(q)), _join(plan, losses, len(q)) if plan.keep_loss else None, *final
 
 
 def _join(plan: Plan, pieces: list[Tensor], total: int) -> Tensor:
@@ -181,7 +186,8 @@ class ChunkScan(torch.autograd.Function):
         )
         ctx.save_for_backward(q, k, v, *coef, gain, bias, *states)
         ctx.plan, ctx.depth, ctx.checkpoints, ctx.stride = plan, depth, checkpoints, stride
-        ctx.mark_non_differentiable(loss)
+        if loss is not None:
+            ctx.mark_non_differentiable(loss)
         return o, loss, *(y for x in final for y in (x or [None] * depth))
 
     @staticmethod
@@ -197,6 +203,7 @@ class ChunkScan(torch.autograd.Function):
         d_target = None if target is None else [torch.zeros_like(x) for x in target]
         d_ln = None if ln is None else [torch.zeros_like(x) for x in ln]
         d_start = [None] * L
+        inner_target = residual_target(plan.net, k, v)
 
         run_W = run_S = None  # gradients of the state behind the chunk, for the rows that run on
         for begin in reversed(ctx.checkpoints):
@@ -207,7 +214,7 @@ class ChunkScan(torch.autograd.Function):
                 n, here = plan.counts[j], slice(plan.starts[j], plan.starts[j] + plan.counts[j])
                 W, S = _cut(W, n), _cut(S, n)
                 start = xi if plan.carried and j == 0 else W
-                inner = inner_gradient(plan.net, start, k[here], v[here], _cut(ln, n))
+                inner = inner_gradient(plan.net, start, k[here], inner_target[here], _cut(ln, n))
                 replay.append((start, W, S, inner))
                 if j < steps[-1]:
                     W, S = _write_chunk(W, S, _cut(target, n), coef.part(here), inner[0], inner[1])
@@ -264,15 +271,15 @@ def _chunk_backward(
     c_end, d_c_end = (coef.theta, d_theta) if coef.c is None else (coef.c[:, -1], d_c[:, -1])
     d_a, d_delta, d_W, d_S = [], [], [], None if S is None else []
     for i, dw in enumerate(end_W):
-        m = delta[i] @ dw.transpose(1, 2)
+        m = torch.bmm(delta[i], dw.transpose(1, 2))
         d_c_end -= (a[i] * m).sum(-1)
         d_a.append(m.mul_(-c_end[..., None]))
-        d_delta.append((a[i] @ dw).mul_(-c_end[..., None]))
+        d_delta.append(torch.bmm(a[i], dw).mul_(-c_end[..., None]))
         if end_S is not None:
-            m = delta[i] @ end_S[i].transpose(1, 2)
+            m = torch.bmm(delta[i], end_S[i].transpose(1, 2))
             d_s -= (a[i] * m).sum(-1)
             d_a[i].addcmul_(coef.s_end[..., None], m, value=-1)
-            d_delta[i].addcmul_(coef.s_end[..., None], a[i] @ end_S[i], value=-1)
+            d_delta[i].addcmul_(coef.s_end[..., None], torch.bmm(a[i], end_S[i]), value=-1)
         if S is not None:
             d_D[:, -1] += (dw * S[i]).sum((1, 2))
             d_S.append(coef.D[:, -1, None, None] * dw)
@@ -289,30 +296,30 @@ def _chunk_backward(
     d_start = d_W if start is W else [torch.zeros_like(x) for x in W]
 
     # the reads: o = f(W_t, q) as a masked attention over the chunk's writes, or f(W_xi, q)
-    reads, h, s = _read_chunk(plan, W, S, target, start, q, coef, a, delta, ln)[1]
-    dy, dx = d_o, d_o if net.residual else None
+    reads, normed = _read_chunk(plan, W, S, target, start, q, coef, a, delta, ln)[1]
+    dy = d_o
     if ln is not None:
-        d_ln[0] += (d_o * h).sum(1, keepdim=True)
+        d_ln[0] += (d_o * normed.h).sum(1, keepdim=True)
         d_ln[1] += d_o.sum(1, keepdim=True)
-        dy = project_out(ln[0] * d_o, h) / s
+        dy = through_standardise(ln[0] * d_o, normed)
     pairs = _pair_weights(plan, coef, C) if plan.current else None
     A = None if coef.A is None or not plan.current else _grouped(coef.A, G)[..., None]
     D = None if coef.D is None or not plan.current else _grouped(coef.D, G)[..., None]
-    d_pairs = 0.0
+    d_pairs = None
     for i in reversed(range(L)):
         x, kept, moved, p, _ = reads[i]
         if not plan.current:
             d_start[i].baddbmm_(x.transpose(1, 2), dy)
-            d_x = dy @ start[i].transpose(1, 2)
+            d_x = torch.bmm(dy, start[i].transpose(1, 2))
         else:
-            g = dy @ delta[i].transpose(1, 2)
-            d_p = -(pairs * g)
-            d_pairs = d_pairs - g * p
+            g = torch.bmm(dy, delta[i].transpose(1, 2))
+            d_p = pairs * g
+            d_pairs = g.mul_(p) if d_pairs is None else d_pairs.addcmul_(g, p)
             d_delta[i].baddbmm_((pairs * p).transpose(1, 2), dy, alpha=-1)
-            d_a[i].baddbmm_(d_p.transpose(1, 2), x)
+            d_a[i].baddbmm_(d_p.transpose(1, 2), x, alpha=-1)
             dy_W = dy if A is None else A * dy
             d_W[i].baddbmm_(x.transpose(1, 2), dy_W)
-            d_x = torch.baddbmm(dy_W @ W[i].transpose(1, 2), d_p, a[i])
+            d_x = torch.bmm(dy_W, W[i].transpose(1, 2)).baddbmm_(d_p, a[i], alpha=-1)
             if A is not None:
                 d_A += _ungrouped((dy * kept).sum(-1), G)
                 if target is not None:
@@ -323,38 +330,38 @@ def _chunk_backward(
                 d_D += _ungrouped((dy * moved).sum(-1), G)
                 d_S[i].baddbmm_(x.transpose(1, 2), D * dy)
                 d_x.baddbmm_(D * dy, S[i].transpose(1, 2))
-        dy = d_x * reads[i - 1][4] if i else d_x
-    d_q.copy_(dy if dx is None else dy + dx)
+        dy = through_activation(net.activation, d_x, reads[i - 1][4]) if i else d_x
+    torch.add(dy, d_o, out=d_q) if net.residual else d_q.copy_(dy)
     if plan.current:
         d_pairs = _ungrouped(d_pairs, G)
         if coef.c is None:
-            d_theta += d_pairs.tril().sum(1)
+            d_theta -= d_pairs.tril_().sum(1)
         else:
-            d_c += d_pairs
+            d_c -= d_pairs
 
     # the inner gradient: a and delta as functions of k, v and W_xi
-    z, slope, grad_act, h, s, u = tape
+    z, grad_act, normed, u = tape
     d_z = [None] * L
     for i in range(L - 1):
-        d_g = d_delta[i] * slope[i]
-        d_z[i] = d_delta[i] * grad_act[i] * activation_curvature(net.activation, z[i])
+        d_g = through_activation(net.activation, d_delta[i], z[i])
+        d_z[i] = d_delta[i].mul_(grad_act[i]).mul_(curvature(net.activation, z[i]))
         d_delta[i + 1].baddbmm_(d_g, start[i + 1])
         d_start[i + 1].baddbmm_(d_g.transpose(1, 2), delta[i + 1])
     d_error = d_z[-1] = d_delta[-1]
     if ln is not None:
-        lam, top = d_delta[-1], delta[-1]
-        d_u = project_out(lam, h) / s
+        lam, h, inverse = d_delta[-1], normed.h, normed.inverse
+        d_u = through_standardise(lam, normed)
         d_error = ln[0] * d_u
-        d_h = ln[0] * d_error - (lam * mean(u * h) + u * mean(lam * h)) / s
-        d_s_norm = -(lam * top).sum(-1, keepdim=True) / s
-        d_z[-1] = project_out(d_h, h) / s + d_s_norm * h / h.shape[-1]
+        d_h = ln[0] * d_error - (lam * (u * h).mean(-1, True) + u * (lam * h).mean(-1, True)) * inverse
+        d_s_norm = (lam * delta[-1]).mean(-1, True) * inverse
+        d_z[-1] = through_standardise(d_h, normed) - d_s_norm * h
         d_ln[0] += (d_u * error + d_error * h).sum(1, keepdim=True)
         d_ln[1] += d_error.sum(1, keepdim=True)
-    d_v.copy_(-d_error)
+    torch.neg(d_error, out=d_v)
     for i in reversed(range(L)):
         d_a[i].baddbmm_(d_z[i], start[i].transpose(1, 2))
         d_start[i].baddbmm_(a[i].transpose(1, 2), d_z[i])
         if i:
-            d_z[i - 1].addcmul_(d_a[i], slope[i - 1])
-    d_k.copy_(d_a[0] + d_error if net.residual else d_a[0])
+            d_z[i - 1] += through_activation(net.activation, d_a[i], z[i - 1])
+    torch.add(d_a[0], d_error, out=d_k) if net.residual else d_k.copy_(d_a[0])
     return d_W, d_S, d_start
