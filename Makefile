@@ -1,0 +1,76 @@
+# Everything here works on a fresh machine that has Python >= 3.11, make and pip. The first call builds .venv; later
+# calls reuse it until pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+BENCH_OUT ?= bench_out
+
+# torch is installed first and pinned: left to the resolver, a newer release with gigabytes of CUDA packages comes along.
+# TORCH_INSTALL takes any pip arguments, for example a local wheel or the index of another build of the same release.
+TORCH_INSTALL ?= torch==2.13.0
+# Only where torch brought none (its CPU builds do not); see the note on triton in constraints.txt.
+TRITON_INSTALL ?= triton==3.9.0; platform_system == "Linux" and platform_machine == "x86_64"
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --disable-pip-version-check --quiet
+STAMP := $(VENV)/.installed
+
+# Test workers and the jobs of the demo share the cores, one torch thread each.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-all lint format demo bench clean
+
+help:
+	@echo "make test      format and lint checks and the default test suite"
+	@echo "make test-all  the same plus the tests marked slow"
+	@echo "make demo      train a small TNT on real text, stage 1 and 2, and reload it"
+	@echo "make bench     measure speed and memory; JSON files go to $(BENCH_OUT)"
+	@echo "make lint      ruff check and ruff format --check"
+	@echo "make format    apply ruff's fixes and formatting"
+	@echo "make install   only build the environment in $(VENV)"
+	@echo "make clean     remove the environment and caches"
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: Python >= 3.11 is needed, but PYTHON=$(PYTHON) is" \
+	    "$$($(PYTHON) --version 2>&1 || true); name one, for example: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@# Where the system's Python comes without ensurepip, the pip outside furnishes the environment.
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) \
+	  && $(PYTHON) -m pip --python $(PY) install --quiet pip; } || { rm -rf $(VENV); exit 1; }
+
+# --no-build-isolation: the editable build uses the pinned setuptools instead of fetching another one.
+$(STAMP): pyproject.toml constraints.txt | $(PY)
+	$(PIP) -c constraints.txt $(TORCH_INSTALL)
+	$(PY) -c 'import triton' 2>/dev/null || $(PIP) '$(TRITON_INSTALL)'
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev,train]'
+	@touch $@
+
+install: $(STAMP)
+
+test: $(STAMP)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal
+
+test-all: $(STAMP)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'slow or not slow'
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+demo: $(STAMP)
+	$(PY) -m tnt_hf.cli demo
+
+bench: $(STAMP)
+	@mkdir -p $(BENCH_OUT)
+	$(PY) -m tnt_hf.recipes.benchmarks.memory_op --out $(BENCH_OUT)/memory_op.json
+	$(PY) -m tnt_hf.recipes.benchmarks.decode_flat --out $(BENCH_OUT)/decode_flat.json
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .cache build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Training recipes and the demo, imported as `tnt_hf.recipes`."""

@@ -1,0 +1,209 @@
+"""Transformers' ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin and PipelineTesterMixin against TNT.
+
+Axis legend: B batch, T tokens, H heads, D head width. What is run, where the tests come from and every departure
+from the stock mixins: README.md beside this file.
+"""
+
+import shutil
+import tempfile
+import unittest
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.cache_utils import Cache, StaticCache
+from transformers.models.auto import get_values
+from transformers.models.auto import modeling_auto as auto
+
+from tnt_hf import TNTConfig, TNTForCausalLM, TNTModel, modeling_tnt
+from tnt_hf.costs_tnt import memory_state_shapes
+
+from . import transformers_suite
+from .pipeline_stand_ins import write_summary, write_tiny_models
+
+
+SEQUENCE_CLASSIFICATION = getattr(modeling_tnt, "TNTForSequenceClassification", None)
+TOKEN_CLASSIFICATION = getattr(modeling_tnt, "TNTForTokenClassification", None)
+QUESTION_ANSWERING = getattr(modeling_tnt, "TNTForQuestionAnswering", None)
+CLASSES = [TNTModel, TNTForCausalLM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION, QUESTION_ANSWERING]
+CLASSES = [model_class for model_class in CLASSES if model_class is not None]
+PIPELINES = {
+    "feature-extraction": TNTModel,
+    "text-generation": TNTForCausalLM,
+    "text-classification": SEQUENCE_CLASSIFICATION,
+    "token-classification": TOKEN_CLASSIFICATION,
+}
+PIPELINES = {task: model_class for task, model_class in PIPELINES.items() if model_class is not None}
+
+try:
+    # Each worker has its own folder; the mixin reads the summary at import, the models are written when they are used.
+    TINY_MODELS = Path(tempfile.mkdtemp(prefix="tnt_tiny_models_"))
+    write_summary(TINY_MODELS, PIPELINES.values())
+    suite = transformers_suite.load(str(TINY_MODELS))
+except transformers_suite.SuiteUnavailableError as error:
+    pytest.skip(f"Transformers' own tests were NOT run: {error}", allow_module_level=True)
+
+
+def setUpModule():
+    write_tiny_models(TINY_MODELS, small_config(vocab_size=259), PIPELINES.values())
+
+
+def tearDownModule():
+    shutil.rmtree(TINY_MODELS, ignore_errors=True)
+
+
+def small_config(**changes) -> TNTConfig:
+    """A model whose every boundary lies within a few tokens: window 4, C_G = 8, S_L = 16, C_L = 2 and 4."""
+    fields = {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "intermediate_size": 37,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4,
+        "global_chunk_size": 8,
+        "local_chunk_sizes": [2, 4],
+        "local_reset_interval": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "max_position_embeddings": 512,
+    }
+    return TNTConfig(**fields | changes)
+
+
+class TNTModelTester:
+    """The configuration and inputs the mixins ask for; 19 tokens pass every chunk, window and reset boundary."""
+
+    config_class = TNTConfig
+    base_model_class = TNTModel
+    causal_lm_class = TNTForCausalLM
+    is_training = True
+    batch_size = 5
+    seq_length = 19
+    hidden_size = 32
+    vocab_size = 99
+    num_hidden_layers = 2
+    num_attention_heads = 4
+    num_key_value_heads = 2
+    type_sequence_label_size = 2
+    num_labels = 3
+
+    def __init__(self, parent, **changes):
+        self.parent = parent
+        self.changes = changes
+
+    def get_config(self) -> TNTConfig:
+        return small_config(**self.changes)
+
+    def prepare_config_and_inputs_for_common(self):
+        """A configuration and `input_ids`, `attention_mask` [B, T]: padded on the right, as the stock testers do."""
+        config = self.get_config()
+        # No special tokens: several mixin tests derive a mask from them.
+        input_ids = torch.randint(3, config.vocab_size, (self.batch_size, self.seq_length))
+        lengths = torch.linspace(1, self.seq_length, self.batch_size).long()
+        attention_mask = (torch.arange(self.seq_length) < lengths[:, None]).long()
+        return config, {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def prepare_config_and_inputs_for_model_class(self, model_class):
+        return self.prepare_config_and_inputs_for_common()
+
+
+class TNTCacheChecks:
+    """The form of TNT's cache and attentions; the mixin's own checks know one state per layer and no window."""
+
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
+        self.assertIsInstance(past_key_values, Cache)
+        self.assertEqual(len(past_key_values.layers), config.num_hidden_layers)
+        static = isinstance(past_key_values, StaticCache)
+        shapes = memory_state_shapes(config)
+        for layer, kind in zip(past_key_values.layers, config.layer_types):
+            length = seq_length
+            if "sliding" in kind:
+                # The dynamic layer keeps the W - 1 keys that the next query can still see.
+                length = min(length, config.sliding_window - (0 if static else 1))
+            expected = (batch_size, config.num_key_value_heads, length, config.head_dim)
+            self.assertEqual(tuple(layer.keys.shape), expected)
+            self.assertEqual(tuple(layer.values.shape), expected)
+            if kind.startswith("hybrid"):
+                states = [("conv", layer.conv_states[0])]
+                states += [("memory", layer.recurrent_states[j]) for j in range(config.number_of_conv_states)]
+                self.assertEqual([tuple(s.shape[1:]) for _, s in states], [shape for _, shape in shapes])
+                self.assertTrue(all(s.shape[0] == batch_size for _, s in states))
+
+    def _check_caches_are_equal(self, cache1, cache2):
+        self.assertEqual(len(cache1.layers), len(cache2.layers))
+        for one, other in zip(cache1.layers, cache2.layers):
+            self.assertIs(type(one), type(other))
+            torch.testing.assert_close(one.keys, other.keys)
+            torch.testing.assert_close(one.values, other.values)
+            for states, others in (
+                (one.conv_states, other.conv_states),
+                (one.recurrent_states, other.recurrent_states),
+            ):
+                self.assertEqual(states.keys(), others.keys())
+                for j in states:
+                    torch.testing.assert_close(states[j], others[j])
+
+    def _check_attentions_for_generate(
+        self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values
+    ):
+        cache = decoder_past_key_values
+        self.assertEqual(len(attentions), output_length - prompt_length)
+        for step, layers in enumerate(attentions):
+            queries = 1 if cache is not None and step > 0 else prompt_length + step
+            self.assertEqual(len(layers), config.num_hidden_layers)
+            for attention, kind in zip(layers, config.layer_types):
+                keys = prompt_length + step
+                if isinstance(cache, StaticCache):
+                    keys = cache.get_max_length(config.layer_types.index(kind))
+                elif "sliding" in kind and cache is not None and step > 0:
+                    keys = min(keys, config.sliding_window)
+                self.assertEqual(tuple(attention.shape), (batch_size, config.num_attention_heads, queries, keys))
+
+
+def label_names(mapping) -> list[str]:
+    """Class names with labels of one kind: the library's, and ours, which register at run time and are in no table."""
+    ours = {
+        id(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES): TNTForCausalLM,
+        id(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES): SEQUENCE_CLASSIFICATION,
+        id(auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES): TOKEN_CLASSIFICATION,
+        id(auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES): QUESTION_ANSWERING,
+        id(auto.MODEL_MAPPING_NAMES): TNTModel,
+    }.get(id(mapping))
+    return get_values(mapping) + ([ours.__name__] if ours is not None else [])
+
+
+# Without this the mixin's training tests would find no labels for our classes and pass on nothing.
+suite.common.get_values = label_names
+
+
+class TNTModelTest(
+    TNTCacheChecks,
+    suite.common.ModelTesterMixin,
+    suite.generation.GenerationTesterMixin,
+    suite.pipeline.PipelineTesterMixin,
+    suite.training.TrainingTesterMixin,
+    unittest.TestCase,
+):
+    all_model_classes = tuple(CLASSES)
+    pipeline_model_mapping = PIPELINES
+
+    def setUp(self):
+        self.model_tester = TNTModelTester(self)
+        self.config_tester = suite.configuration.ConfigTester(self, config_class=TNTConfig, hidden_size=32)
+
+    def test_config(self):
+        self.config_tester.run_common_tests()
+
+
+@pytest.mark.skipif(
+    suite.source.has(transformers_suite.GENERATION_TESTS), reason="the generation mixin ran: the source has it"
+)
+def test_generation_mixin_is_missing():
+    pytest.skip(
+        "Transformers' GenerationTesterMixin was NOT run: the sdist of transformers does not carry "
+        f"tests/generation/test_utils.py; name a checkout's tests folder in {transformers_suite.ENVIRONMENT_VARIABLE}"
+    )

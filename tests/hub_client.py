@@ -1,0 +1,123 @@
+"""The processes of the Hub test: `push` owns the package and uploads a model, `pull` is a stranger who downloads it.
+
+Usage: hub_client.py push RESULTS | hub_client.py pull RESULTS SITE_PACKAGES HIDDEN_PACKAGE...
+Both write what the model computes to RESULTS, so that the test can compare the processes bit for bit.
+"""
+
+import sys
+from importlib.machinery import PathFinder
+
+
+REPO = "user/tiny-tnt"
+
+
+class FinderWithout(PathFinder):
+    """The normal import system as if `hidden` packages were not installed: not found, rather than an odd error."""
+
+    hidden: frozenset[str] = frozenset()
+
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        return None if fullname.partition(".")[0] in cls.hidden else super().find_spec(fullname, path, target)
+
+
+def hide(*packages: str):
+    FinderWithout.hidden = frozenset(packages)
+    sys.meta_path[:] = [FinderWithout if finder is PathFinder else finder for finder in sys.meta_path]
+
+
+def inputs():
+    """Two rows of 21 tokens, the first with 5 pads on the left: (input_ids, attention_mask), both [2, 21] int64."""
+    import torch
+
+    input_ids = torch.randint(3, 97, (2, 21), generator=torch.Generator().manual_seed(1))
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[0, :5] = 0
+    return input_ids, attention_mask
+
+
+def results(backbone, model) -> dict:
+    """What has to be identical on both sides, as a dict of tensors."""
+    import torch
+
+    input_ids, attention_mask = inputs()
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask}
+    with torch.inference_mode():
+        found = {
+            "hidden_states": backbone.eval()(**batch).last_hidden_state,
+            "logits": model.eval()(**batch).logits,
+            "greedy": model.generate(**batch, max_new_tokens=12, do_sample=False),
+        }
+        torch.manual_seed(2)
+        found["sampled"] = model.generate(**batch, max_new_tokens=12, do_sample=True)
+        model.set_local_chunk_sizes([1])
+        found["stage2_logits"] = model(**batch).logits
+        found["stage2_greedy"] = model.generate(**batch, max_new_tokens=12, do_sample=False)
+    return {name: tensor.clone().contiguous() for name, tensor in found.items()}
+
+
+def push(results_file: str):
+    import torch
+    from safetensors.torch import save_file
+
+    from tnt_hf import TNTConfig, TNTForCausalLM
+    from tnt_hf.cli import load_config
+
+    config = TNTConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=4,
+        global_chunk_size=8,
+        local_chunk_sizes=[2, 4],
+        local_reset_interval=16,
+        num_persistent_tokens=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = TNTForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # every tensor must matter, or a lost one would go unnoticed
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.generation_config.eos_token_id = None  # generate the full length
+    model.push_to_hub(REPO)
+    assert load_config(REPO, []).memory_specs == config.memory_specs  # `tnt info` takes a Hub id
+    save_file(results(model.model, model), results_file)
+
+
+def pull(results_file: str, site_packages: str, *hidden: str):
+    sys.path.append(site_packages)
+    hide("tnt_hf", *hidden)
+    from importlib.util import find_spec
+
+    for package in ("tnt_hf", *hidden):
+        assert find_spec(package) is None, f"{package} can still be imported"
+
+    from huggingface_hub import snapshot_download
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(REPO, trust_remote_code=True)
+    backbone, loading = AutoModel.from_pretrained(REPO, trust_remote_code=True, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["mismatched_keys"], loading
+    model, loading = AutoModelForCausalLM.from_pretrained(REPO, trust_remote_code=True, output_loading_info=True)
+    assert not any(loading.values()), loading
+    names = [type(x).__name__ for x in (config, backbone, model)]
+    assert names == ["TNTConfig", "TNTModel", "TNTForCausalLM"], names
+    for x in (config, backbone, model):
+        assert type(x).__module__.startswith("transformers_modules."), type(x).__module__
+    folder = snapshot_download(REPO)
+    from_folder = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    for name, tensor in model.state_dict().items():
+        assert tensor.equal(from_folder.state_dict()[name]), name
+    save_file(results(backbone, model), results_file)
+
+
+if __name__ == "__main__":
+    {"push": push, "pull": pull}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,251 @@
+"""The house rules of the code base, as tests: who may import whom, what travels with a checkpoint, sizes and style."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = {"tnt_hf": ROOT / "tnt_hf", "tnt_hf.conversion": ROOT / "conversion", "tnt_hf.recipes": ROOT / "recipes"}
+
+# Files that travel with every checkpoint -> the siblings each may import. Three are split by job: network,
+# coefficients, grid and scan belong to memory_tnt (torch only), costs to configuration_tnt, branch to modeling_tnt.
+ARROWS = {
+    "configuration_tnt": set(),
+    "costs_tnt": {"configuration_tnt"},
+    "network_tnt": set(),
+    "coefficients_tnt": {"network_tnt"},
+    "grid_tnt": set(),
+    "scan_tnt": {"network_tnt", "coefficients_tnt"},
+    "memory_tnt": {"network_tnt", "coefficients_tnt", "grid_tnt", "scan_tnt"},
+    "kernels_tnt": set(),
+    "cache_tnt": {"configuration_tnt", "costs_tnt", "memory_tnt"},
+    "branch_tnt": {"configuration_tnt", "memory_tnt", "kernels_tnt", "cache_tnt"},
+    "modeling_tnt": {"configuration_tnt", "memory_tnt", "kernels_tnt", "cache_tnt", "branch_tnt"},
+}
+TORCH_ONLY = {"network_tnt", "coefficients_tnt", "grid_tnt", "scan_tnt", "memory_tnt", "kernels_tnt"}
+HUB_PACKAGES = {"torch", "transformers", "huggingface_hub", "safetensors"}
+MAX_LINES = {"memory_tnt.py": 600, "modeling_tnt.py": 900}
+TRAVELLING = sorted((ROOT / "tnt_hf").glob("*_tnt.py"))
+CODE = sorted(
+    path for folder in ("tnt_hf", "conversion", "recipes", "tests") for path in (ROOT / folder).rglob("*.py")
+)
+WRITTEN_BY_RUNS = {"bench_out", "build", "demo_out", "dist"}
+
+
+def named(paths):
+    return pytest.mark.parametrize("path", paths, ids=[path.relative_to(ROOT).as_posix() for path in paths])
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imports(path: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Every import statement of a file with whether a `try … except ImportError` guards it."""
+    guarded = {
+        inner
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Try) and any("Import" in ast.unparse(h.type) for h in node.handlers if h.type)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    found = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [(node, node in guarded) for node in found]
+
+
+def absolute_modules(path: Path, guarded_too: bool = True) -> set[str]:
+    """Full dotted names of a file's absolute imports."""
+    found = set()
+    for node, guarded in imports(path):
+        if guarded and not guarded_too:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif node.level == 0:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+# --- the files that travel ------------------------------------------------------------------------------------------
+
+
+@named(TRAVELLING)
+def test_travelling_files_import_only_what_the_hub_path_can_resolve(path):
+    allowed = ARROWS[path.stem]
+    siblings = set()
+    for node, _ in imports(path):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1 and node.module and "." not in node.module, (
+                f"line {node.lineno}: {ast.unparse(node)}"
+            )
+            siblings.add(node.module)
+    assert siblings <= allowed, f"{path.stem} may import {sorted(allowed)}, not {sorted(siblings - allowed)}"
+
+    top_level = {name.partition(".")[0] for name in absolute_modules(path)}
+    assert "tnt_hf" not in top_level, "an absolute import fails where the package is not installed"
+    unguarded = {name.partition(".")[0] for name in absolute_modules(path, guarded_too=False)}
+    third_party = unguarded - set(sys.stdlib_module_names)
+    assert third_party <= ({"torch"} if path.stem in TORCH_ONLY else HUB_PACKAGES), third_party
+
+
+@named(TRAVELLING)
+def test_no_docstring_looks_like_a_relative_import(path):
+    """Transformers finds the files to copy with this pattern, in the text: a docstring would send it after a ghost."""
+    pattern = r"^\s*(?:from\s+\.(\S+)\s+import|import\s+\.(\S+)\s*$)"
+    matched = {a or b for a, b in re.findall(pattern, path.read_text(), flags=re.MULTILINE)}
+    real = {node.module for node, _ in imports(path) if isinstance(node, ast.ImportFrom) and node.level}
+    assert matched == real
+
+
+@named([path for path in TRAVELLING if path.stem not in ("configuration_tnt", "costs_tnt")])
+def test_tensor_code_explains_its_axes(path):
+    assert "Axis legend" in (ast.get_docstring(tree(path)) or "")
+
+
+# --- everybody ------------------------------------------------------------------------------------------------------
+
+
+def test_arrows_between_packages():
+    for path in CODE:
+        names = {name.partition(".")[0] for name in absolute_modules(path)}
+        assert not names & {"conversion", "recipes"}, f"{path}: import tnt_hf.conversion and tnt_hf.recipes"
+        assert path.stem != "utils", f"{path}: name it after what it does"
+    for path in PACKAGES["tnt_hf.conversion"].rglob("*.py"):
+        assert not any(name.startswith(("tnt_hf.recipes", "tnt_hf.cli")) for name in absolute_modules(path)), path
+    for path in [*PACKAGES["tnt_hf.recipes"].rglob("*.py"), ROOT / "tnt_hf" / "__init__.py"]:
+        assert not any(name.startswith("tnt_hf.cli") for name in absolute_modules(path)), path
+
+
+def test_the_command_line_loads_nothing_at_import():
+    at_import = {
+        alias.name if isinstance(node, ast.Import) else node.module
+        for node in tree(ROOT / "tnt_hf" / "cli.py").body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {str(name).partition(".")[0] for name in at_import} <= set(sys.stdlib_module_names)
+
+
+@named(CODE)
+def test_file_size(path):
+    lines, limit = len(path.read_text().splitlines()), 600 if ROOT / "tests" in path.parents else 400
+    assert lines <= MAX_LINES.get(path.name, limit), f"{lines} lines"
+
+
+@named([path for path in CODE if path.relative_to(ROOT).parts[0] != "tests"])
+def test_docstrings(path):
+    """Every file says what it is; in the library every public class and function does, too (recipes are scripts)."""
+    assert ast.get_docstring(tree(path)), "the module has no docstring"
+    if path.relative_to(ROOT).parts[0] != "recipes":
+        public = [x for x in tree(path).body if isinstance(x, ast.ClassDef | ast.FunctionDef) and x.name[0] != "_"]
+        assert not [node.name for node in public if not ast.get_docstring(node)]
+
+
+def test_nothing_names_one_machine_or_one_registry():
+    machine = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|Users/\w+|opt/\w+|tmp/\w+)/")
+    registry = re.compile(
+        r"pythonhosted\.org|pypi\.org/simple|download\.pytorch\.org|(?:extra-)?index-url\s*=|find-links"
+    )
+    for path in ROOT.rglob("*"):
+        parts = path.relative_to(ROOT).parts
+        outside = (parts[0].startswith(".") and parts[0] not in (".ci", ".gitignore")) or parts[0] in WRITTEN_BY_RUNS
+        if outside or not path.is_file() or path == Path(__file__) or "__pycache__" in parts:
+            continue
+        if path.suffix in {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ""} and "egg-info" not in str(
+            path
+        ):
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                found = machine.search(line) or registry.search(line)
+                assert not found, f"{path.relative_to(ROOT)}:{number}: {found.group()}"
+
+
+@pytest.mark.parametrize("command", [["check", "--output-format=concise"], ["format", "--check", "--quiet"]])
+def test_ruff(command):
+    done = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- packaging ------------------------------------------------------------------------------------------------------
+
+
+def test_one_version():
+    assert f'__version__ = "{PROJECT["project"]["version"]}"' in (ROOT / "tnt_hf" / "__init__.py").read_text()
+    assert f"## [{PROJECT['project']['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_package_folder_is_declared():
+    declared = set(PROJECT["tool"]["setuptools"]["packages"])
+    on_disk = {
+        ".".join([name, *init.parent.relative_to(folder).parts])
+        for name, folder in PACKAGES.items()
+        for init in folder.rglob("__init__.py")
+    }
+    assert declared == on_disk
+
+
+def test_the_installed_project_maps_its_folders():
+    """`tnt_hf.conversion` and `tnt_hf.recipes` import from wherever the project was installed."""
+    code = "import tnt_hf.conversion, tnt_hf.recipes; print(tnt_hf.conversion.__file__, tnt_hf.recipes.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT.anchor, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wheel_holds_all_packages(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    for folder in PACKAGES.values():
+        for path in folder.rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                copy = source / path.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(path.read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+        source,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(ZipFile(wheel).namelist())
+    for name, folder in PACKAGES.items():
+        for path in folder.rglob("*.py"):
+            assert (Path(*name.split(".")) / path.relative_to(folder)).as_posix() in names, path
+
+
+def test_constraints_pin_every_declared_requirement():
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            (pin,) = requirement.specifier
+            assert pin.operator == "==" and "+" not in pin.version and not requirement.url, line
+            pins[canonicalize_name(requirement.name)] = pin.version
+    project = PROJECT["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    for group, requirements in groups.items():
+        for requirement in map(Requirement, requirements):
+            name = canonicalize_name(requirement.name)
+            if name != "triton":  # constraints.txt says why
+                assert requirement.specifier.contains(pins[name]), f"{group}: {requirement} against {pins[name]}"

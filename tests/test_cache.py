@@ -1,0 +1,230 @@
+"""TNTCache: constant size, correct batch operations, sessions on disk, a change of chunk sizes in mid-conversation."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import MODES, left_padded, tiny_config, tiny_model, tokens
+from transformers import DynamicCache, StaticCache
+
+from tnt_hf import TNTCache, memory_state_bytes
+from tnt_hf.costs_tnt import memory_state_shapes
+
+
+modes = pytest.mark.parametrize("changes", MODES.values(), ids=MODES.keys())
+
+
+def go_on(model, cache, ids):
+    """Logits of `ids` after what the cache has seen."""
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, use_cache=True).logits
+
+
+def filled(model, ids, cache=None, **kwargs):
+    cache = TNTCache(model.config) if cache is None else cache
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True, **kwargs)
+    return cache
+
+
+@modes
+def test_size_is_constant_and_as_documented(changes):
+    model = tiny_model(torch.float32, **changes)
+    expected = 3 * memory_state_bytes(model.config)
+    layers = model.config.memory_layer_indices
+    sizes = []
+    cache = TNTCache(model.config)
+    for length in (1, 20, 60):
+        filled(model, tokens(3, length), cache)
+        assert cache.state_bytes() == expected
+        sizes.append(cache.nbytes())
+    if "full_attention" not in (changes.get("layer_types") or []):
+        assert sizes[1] == sizes[2]
+    shapes = [shape for name, shape in memory_state_shapes(model.config) if name != "conv"]
+    for i in layers:
+        states = cache.layers[i].recurrent_states
+        assert [tuple(x.shape[1:]) for x in states.values()] == shapes
+        assert len(states) == model.config.number_of_conv_states
+        assert states[len(states) - 1].tolist() == [81] * 3  # memory time
+
+
+@modes
+def test_batch_operations_equal_those_on_the_inputs(changes):
+    model, ids, rest = tiny_model(**changes), tokens(3, 21), tokens(3, 4, seed=2)
+    rows = torch.tensor([2, 0, 0])
+    expected = go_on(model, filled(model, ids), rest)[rows]
+
+    cache = filled(model, ids)
+    cache.reorder_cache(rows)
+    torch.testing.assert_close(go_on(model, cache, rest[rows]), expected, atol=1e-9, rtol=0)
+    cache = filled(model, ids)
+    cache.batch_select_indices(rows)
+    torch.testing.assert_close(go_on(model, cache, rest[rows]), expected, atol=1e-9, rtol=0)
+    cache = filled(model, ids)
+    cache.batch_repeat_interleave(2)
+    twice = go_on(model, cache, rest.repeat_interleave(2, 0))
+    torch.testing.assert_close(
+        twice, go_on(model, filled(model, ids), rest).repeat_interleave(2, 0), atol=1e-9, rtol=0
+    )
+
+
+@pytest.mark.parametrize("name", ["default", "window and full attention", "lmm", "window of 1"])
+def test_caches_of_the_library_hold_the_same_state(name):
+    model, ids, rest = tiny_model(**MODES[name]), tokens(2, 21), tokens(2, 4, seed=2)
+    expected = go_on(model, filled(model, ids), rest)
+    for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=30)):
+        filled(model, ids, cache)
+        torch.testing.assert_close(go_on(model, cache, rest), expected, atol=1e-9, rtol=0)
+        cache.reset()
+        filled(model, ids, cache)
+        torch.testing.assert_close(go_on(model, cache, rest), expected, atol=1e-9, rtol=0)
+
+
+def test_state_is_written_in_place_without_gradients_only():
+    model, cache = tiny_model(), TNTCache(tiny_config())
+    filled(model, tokens(1, 5), cache)
+    before = cache.layers[0].recurrent_states[0]
+    filled(model, tokens(1, 1), cache)
+    assert cache.layers[0].recurrent_states[0] is before
+    model(tokens(1, 1), past_key_values=cache)
+    assert cache.layers[0].recurrent_states[0] is not before
+    with torch.inference_mode():
+        model(tokens(1, 1), past_key_values=cache)
+    filled(model, tokens(1, 1), cache)  # after inference_mode: its tensors cannot be written outside it
+    model(tokens(1, 3), past_key_values=cache).logits.sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------------------ sessions
+
+
+@modes
+def test_session_round_trip(changes, tmp_path):
+    model, rest = tiny_model(**changes), tokens(2, 9, seed=2)
+    ids, mask = left_padded([tokens(21), tokens(10)])
+    cache = filled(model, ids, attention_mask=mask)
+    cache.save(tmp_path / "session.safetensors")
+    again = TNTCache.load(tmp_path / "session.safetensors", model.config)
+    assert again.nbytes() == cache.nbytes() and again.get_seq_length() == 21
+    mask = torch.cat([mask, mask.new_ones(2, 9)], 1)
+    with torch.no_grad():
+        a, b = (model(rest, attention_mask=mask, past_key_values=past).logits for past in (cache, again))
+    assert torch.equal(a, b)
+
+
+RESUME = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+from tnt_hf import TNTCache
+folder = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(folder).eval()
+cache = TNTCache.load(folder + "/session.safetensors", model.config)
+ids = torch.load(folder + "/ids.pt")
+torch.save(model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False), folder + "/out.pt")
+"""
+
+
+def test_session_resumes_in_another_process(tmp_path):
+    model, cache = tiny_model(torch.float32), TNTCache(tiny_config())
+    turn = model.generate(tokens(1, 13), past_key_values=cache, max_new_tokens=9, do_sample=False)
+    ids = torch.cat([turn, tokens(1, 4, seed=3)], 1)
+    model.save_pretrained(tmp_path)
+    torch.save(ids, tmp_path / "ids.pt")
+    cache.save(tmp_path / "session.safetensors")
+    expected = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    root = Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", RESUME, str(tmp_path)], check=True, cwd=root, capture_output=True)
+    assert torch.equal(torch.load(tmp_path / "out.pt"), expected)
+
+
+def test_sessions_that_do_not_fit(tmp_path):
+    path, model = tmp_path / "session.safetensors", tiny_model()
+    filled(model, tokens(2, 21)).save(path)
+    for field, value in [
+        ("memory_depth", 1),
+        ("sliding_window", 8),
+        ("num_hidden_layers", 3),
+        ("memory_momentum", True),
+    ]:
+        with pytest.raises(ValueError, match=field):
+            TNTCache.load(path, tiny_config(**{field: value}))
+    with pytest.raises(FileNotFoundError):
+        TNTCache.load(tmp_path / "nothing", model.config)
+    tensors = load_file(path)
+    save_file(tensors, tmp_path / "plain.safetensors")
+    with pytest.raises(ValueError, match="no TNT session"):
+        TNTCache.load(tmp_path / "plain.safetensors", model.config)
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        TNTCache.load(tmp_path / "text", model.config)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda x: x.pop("layers.0.state.3"),
+        lambda x: x.pop("layers.1.conv.0"),
+        lambda x: x.pop("layers.1.values"),
+        lambda x: x.update({"layers.7.keys": torch.zeros(1)}),
+        lambda x: x.update({"layers.0.state.0": torch.zeros(2, 3)}),
+        lambda x: x.update({"layers.0.state.2": x["layers.0.state.2"][:1]}),
+    ],
+)
+def test_damaged_sessions_are_refused(damage, tmp_path):
+    from safetensors import safe_open
+
+    path, model = tmp_path / "session.safetensors", tiny_model()
+    filled(model, tokens(2, 21)).save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    damage(tensors)
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(ValueError, match="session: "):
+        TNTCache.load(path, model.config)
+
+
+# --------------------------------------------------------------------------------------------- a change of chunk sizes
+
+
+@pytest.mark.parametrize("sizes", [([2, 4], [1, 1]), ([1, 1], [2, 4]), ([2, 4], [8, 4]), ([2, 4], [1, 4])])
+def test_chunk_sizes_change_at_a_boundary(sizes, tmp_path):
+    before, after = sizes
+    model, rest = tiny_model(local_chunk_sizes=before), tokens(2, 9, seed=2)
+    cache = filled(model, tokens(2, 24))
+    cache.save(tmp_path / "session.safetensors")
+    model.set_local_chunk_sizes(after)
+    resumed = TNTCache.load(tmp_path / "session.safetensors", model.config)
+    a, b = go_on(model, cache, rest), go_on(model, resumed, rest)
+    assert torch.equal(a, b)
+    assert cache.state_bytes() == 2 * memory_state_bytes(model.config, "float64")
+    # the same, prefilled token by token: the memory before the boundary is the only thing that may differ
+    stepwise = filled(tiny_model(local_chunk_sizes=before), tokens(2, 24))
+    step = torch.cat([go_on(model, stepwise, rest[:, t : t + 1]) for t in range(9)], 1)
+    torch.testing.assert_close(step, a, atol=1e-9, rtol=0)
+
+
+def test_chunk_sizes_do_not_change_inside_a_chunk():
+    model = tiny_model()
+    cache = filled(model, tokens(1, 23))
+    dynamic = filled(model, tokens(1, 24), DynamicCache(config=model.config))
+    model.set_local_chunk_sizes([1, 1])
+    with pytest.raises(ValueError, match=r"local_chunk_sizes.*time \[23\]"):
+        go_on(model, cache, tokens(1, 1))
+    with pytest.raises(ValueError, match="local_chunk_sizes"):
+        go_on(model, dynamic, tokens(1, 1))
+    assert go_on(model, TNTCache(model.config), tokens(1, 1)).isfinite().all()
+
+
+def test_one_unchanged_memory_keeps_its_chunk():
+    """[2, 4] -> [1, 4] at time 22 is inside the second memory's chunk, which goes on as if nothing had happened."""
+    model, ids = tiny_model(local_chunk_sizes=[2, 4]), tokens(1, 22)
+    cache = filled(model, ids)
+    start = [cache.layers[0].recurrent_states[j].clone() for j in range(4 + 4 + 2, 4 + 4 + 4)]
+    model.set_local_chunk_sizes([1, 4])
+    cache.adapt(model.config)
+    after = [cache.layers[0].recurrent_states[j] for j in range(4 + 2 + 2, 4 + 2 + 4)]
+    for a, b in zip(start, after):
+        assert torch.equal(a, b)

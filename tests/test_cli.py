@@ -1,0 +1,217 @@
+"""The command line: `tnt info` against counts done by hand, `tnt generate`, and honest refusals."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tnt_hf import TNTConfig, TNTForCausalLM
+from tnt_hf.cli import LATER, PRESETS, load_config, main
+
+
+ROOT = Path(__file__).parents[1]
+FIELDS = {
+    "vocab_size": 100,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "sliding_window": 4,
+    "memory_layers": [1],
+    "global_chunk_size": 8,
+    "local_chunk_sizes": [1, 4],
+    "local_reset_interval": 16,
+    "memory_depth": 2,
+    "memory_expansion": 2,
+    "memory_conv_kernel": 4,
+    "memory_momentum": True,
+    "memory_decay": True,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text(yaml.safe_dump(FIELDS))
+    return str(path)
+
+
+def info(capsys, *arguments) -> dict:
+    assert main(["info", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_info_matches_a_hand_count(config_file, capsys):
+    found = info(capsys, config_file, "--context", "100")
+
+    # hidden 16; 2 query heads and 1 key/value head of width 8: q and o are 16 x 16, k and v are 16 x 8.
+    attention, mlp, norms = 256 + 128 + 128 + 256, 3 * 16 * 24, 2 * 16
+    assert attention + mlp + norms == 1952
+    base = 2 * 1952 + 100 * 16 + 100 * 16 + 16  # layers, embedding, head, final norm
+    # One layer has memory. Its own q (16 x 16), k, v (16 x 8) and 4 taps on each of their 32 channels.
+    inputs = 256 + 128 + 128 + 4 * 32
+    # Three memories (one global, two local): W_1 8 x 16 and W_2 16 x 8; gates of rate, momentum and forgetting, each
+    # 16 -> 1 with bias.
+    memories = 3 * (8 * 16 + 16 * 8 + 3 * (16 + 1))
+    # The read-out: RMS norm of width 8; gate "add" has a factor per channel and W_g, 16 -> 2 query heads.
+    readout = 8 + 16 + 16 * 2
+    memory = inputs + memories + readout
+    assert (base, memory) == (7120, 1617)
+    assert found["parameters"] == {"base": base, "memory": memory, "total": base + memory}
+    assert [layer["base_parameters"] for layer in found["layers"]] == [1952, 1952]
+    assert [layer["memory_parameters"] for layer in found["layers"]] == [0, memory]
+
+    # State, 4 bytes each: 256 weights; with C > 1 the chunk's first weights again; momentum. One M of 8 x 8 (both
+    # local memories reset every 16 tokens); the last 3 inputs of 32 channels; 8 bytes of memory time.
+    state = 4 * ((256 + 256 + 256) + (256 + 256) + (256 + 256 + 256) + 8 * 8 + 3 * 32) + 8
+    assert found["memory_state_bytes"] == state == 8840
+    assert [layer["state_bytes"] for layer in found["layers"]] == [0, state]
+    # Keys and values of the 3 tokens before the one being decoded, width 8, in both layers.
+    assert found["kv_bytes"] == 2 * (2 * 3 * 8 * 4) == 384
+
+    # FLOPs of one decoded token: 2 per weight of the backbone; scores and values of 4 visible keys, 2 * 2 * 16 each.
+    base_flops = 2 * (2 * (attention + mlp) + 16 * 100)
+    attention_flops = 2 * (4 * 2 * 2 * 16)
+    # Per memory with P = 256 weights: forward 2 P, backward 2 (P - 128), update 2 P, momentum 2 P; two query rows read
+    # with 2 P each; three gates. One M: add k^T k (4 * 64), apply to two query rows (2 * 64 each). W_g.
+    memory_flops = 3 * (512 + 256 + 512 + 512 + 2 * 512 + 3 * 2 * 16) + 4 * 64 + 2 * 2 * 64
+    memory_flops += 2 * (256 + 128 + 128 + 4 * 32) + 2 * 16 * 2
+    expected = {"base": base_flops, "attention": attention_flops, "memory": memory_flops}
+    assert found["flops_per_token"] == expected | {"total": sum(expected.values())}
+
+
+def test_info_agrees_with_a_real_cache_and_a_real_model(config_file, capsys):
+    model = TNTForCausalLM(TNTConfig(**FIELDS))
+    for tokens in (3, 21):
+        found = info(capsys, config_file, "--context", str(tokens))
+        with torch.inference_mode():
+            cache = model(torch.randint(0, 100, (1, tokens)), use_cache=True).past_key_values
+        assert found["parameters"]["total"] == sum(p.numel() for p in model.parameters())
+        assert found["memory_state_bytes"] == cache.state_bytes()
+        assert found["memory_state_bytes"] + found["kv_bytes"] == cache.nbytes()
+
+
+def test_info_reads_every_kind_of_source(config_file, tmp_path, capsys):
+    expected = info(capsys, config_file)
+    TNTConfig(**FIELDS).save_pretrained(tmp_path / "folder")
+    assert info(capsys, str(tmp_path / "folder")) == expected
+    assert info(capsys, str(tmp_path / "folder" / "config.json")) == expected
+    assert info(capsys, "tnt", *(f"{name}={value}" for name, value in FIELDS.items())) == expected
+    assert load_config("tnt", ["memory_max_lr=1e-2"]).memory_max_lr == 0.01
+
+
+def test_info_prints_one_row_per_layer(config_file, capsys):
+    assert main(["info", config_file, "--context", "100", "--dtype", "bfloat16"]) == 0
+    printed = capsys.readouterr().out
+    for expected in ("base 7,120", "memory 1,617", "total 8,737", "192 bytes per sequence at 100 tokens"):
+        assert expected in printed
+    rows = printed.splitlines()[-2:]
+    assert rows[0].split() == ["0", "window", "4", "1,952", "0", "0", "96", "none"]
+    assert rows[1].endswith("global C=8, local C=1 S=16, local C=4 S=16")
+
+
+def test_presets_are_the_documented_baselines():
+    (block,) = re.findall(r"```python\n(.*?)```", TNTConfig.__doc__, flags=re.DOTALL)
+    documented = {"TNTConfig": TNTConfig}
+    exec(re.sub(r"^ +", "", block, flags=re.MULTILINE), documented)
+    for name in PRESETS.keys() - {"tnt"}:
+        assert load_config(name, []).to_dict() == documented[name.replace("-", "_")].to_dict(), name
+    assert load_config("tnt", []).to_dict() == TNTConfig().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tnt", "hidden_sise=3"], "no field 'hidden_sise'; did you mean 'hidden_size'?"),
+        (["tnt", "sliding_window=0"], "sliding_window"),
+        (["tnt", "hidden_size"], "FIELD=VALUE"),
+        (["tnt", "--context", "0"], "--context 0"),
+        (["nowhere.yaml"], "'nowhere.yaml' is no file, folder, Hub id or preset"),
+        (["{folder}/list.yaml"], "must hold a mapping"),
+        (["{folder}/llama.json"], "model_type='llama'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_info_names_the_mistake(arguments, message, tmp_path, capsys):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "llama.json").write_text('{"model_type": "llama"}')
+    assert main(["info", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and not printed.out
+
+
+@pytest.mark.parametrize("command", LATER)
+def test_later_commands_refuse(command, capsys):
+    for arguments in ([command], [command, "--config", "stage1.yaml", "x"]):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err == f"tnt {command}: not available in this version\n"
+
+
+def test_help_is_immediate_and_loads_no_torch():
+    command = [sys.executable, "-m", "tnt_hf.cli", "--help"]
+    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1", "COLUMNS": "200"}
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        seconds.append(time.perf_counter() - start)
+    assert done.returncode == 0
+    for name in ("info", "generate", "demo", *LATER):
+        assert re.search(rf"^ +{name} ", done.stdout, flags=re.MULTILINE), name
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "tnt_hf" in imported
+    assert not sorted(imported & {"torch", "transformers", "numpy"})
+    assert min(seconds) < 0.3
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A tiny model with a tokenizer of one token per letter."""
+    folder = str(tmp_path_factory.mktemp("model"))
+    letters = {letter: index for index, letter in enumerate(["<unk>", *"abcdefghijklmnopqrstuvwxyz "])}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    config = TNTConfig(**FIELDS | {"vocab_size": len(letters), "initializer_range": 0.3, "eos_token_id": None})
+    torch.manual_seed(0)
+    TNTForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_generate_streams_the_models_own_continuation(model_folder, capsys):
+    assert main(["generate", model_folder, "--prompt", "hello there", "--max-new-tokens", "9"]) == 0
+    printed = capsys.readouterr().out.rstrip("\n")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    input_ids = tokenizer("hello there", return_tensors="pt")["input_ids"]
+    model = TNTForCausalLM.from_pretrained(model_folder).eval()
+    expected = model.generate(input_ids, max_new_tokens=9, do_sample=False)[0, input_ids.shape[1] :]
+    assert printed.replace(" ", "") == tokenizer.decode(expected).replace(" ", "")
+
+
+def test_generate_samples_by_seed_and_sets_chunk_sizes(model_folder, capsys):
+    def sample(*arguments):
+        command = ["generate", model_folder, "--prompt", "abc", "--max-new-tokens", "20", "--temperature", "1.0"]
+        assert main([*command, *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert sample("--seed", "1") == sample("--seed", "1") != sample("--seed", "2")
+    assert sample("--local-chunk-sizes", "1", "2")
+    assert main(["generate", model_folder, "--prompt", "abc", "--local-chunk-sizes", "3"]) == 2
+    assert "local_chunk_sizes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mistake", [["--max-new-tokens", "0"], ["--temperature", "-1"], ["--prompt", ""]])
+def test_generate_names_the_mistake(model_folder, mistake, capsys):
+    assert main(["generate", model_folder, "--prompt", "abc", *mistake]) == 2
+    assert mistake[0] in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""TNTConfig: what it resolves, what survives a round trip, and everything it refuses by name and value."""
+
+import math
+import re
+import warnings
+
+import pytest
+from tiny import MODES, TINY, tiny_config
+from transformers import AutoConfig
+
+from tnt_hf import TNTConfig, flops_per_token, memory_state_bytes
+from tnt_hf.costs_tnt import memory_state_shapes
+
+
+def test_defaults_follow_the_design():
+    config = TNTConfig()
+    assert config.memory_projections == "own" and config.memory_conv_kernel == 4 and config.memory_value_norm
+    assert not config.memory_residual and not config.memory_momentum and not config.memory_decay
+    assert config.memory_depth == 2 and config.memory_max_lr == 0.1 and config.memory_lr_scaling == "none"
+    assert config.memory_gate == "add" and config.memory_gate_init == 1.0
+    assert config.qk_projection == "shard" and config.qk_projection_norm and config.global_read == "chunk_start"
+    assert (config.global_chunk_size, config.local_chunk_sizes, config.local_reset_interval) == (2048, [8, 16], 2048)
+    assert config.layer_types == ["hybrid_sliding"] * config.num_hidden_layers
+    assert TNTConfig(memory_depth=1).memory_max_lr == 0.5
+    assert TNTConfig(memory_projections="shared").memory_conv_kernel == 0
+    assert TNTConfig(memory_gate="mix").memory_gate_init == 0.5
+
+
+@pytest.mark.parametrize("changes", MODES.values(), ids=MODES.keys())
+def test_round_trip(changes, tmp_path):
+    changes = {name: value for name, value in changes.items() if name != "attn_implementation"}
+    config = tiny_config(**changes)
+    config.save_pretrained(tmp_path)
+    for again in (TNTConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
+        assert type(again) is TNTConfig and again.to_diff_dict() == config.to_diff_dict()
+        assert again.memory_layer_indices == config.memory_layer_indices
+    assert TNTConfig(**config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_layer_types_and_memory_layers():
+    def types(**changes):
+        return tiny_config(num_hidden_layers=3, **changes).layer_types
+
+    assert types(memory_layers=[2]) == ["sliding_attention", "sliding_attention", "hybrid_sliding"]
+    assert types(memory_layers=[]) == ["sliding_attention"] * 3
+    assert types(sliding_window=None, memory_layers=[0]) == ["hybrid", "full_attention", "full_attention"]
+    assert types(layer_types=["full_attention", "sliding_attention", "full_attention"])[:2] == [
+        "hybrid",
+        "hybrid_sliding",
+    ]
+    mixed = tiny_config(num_hidden_layers=2, layer_types=["hybrid", "sliding_attention"])
+    assert mixed.memory_layers == [0] and mixed.layer_types == ["hybrid", "sliding_attention"]
+    assert types(global_chunk_size=None, local_chunk_sizes=[]) == ["sliding_attention"] * 3
+    assert types(variant="lmm", sliding_window=None) == ["hybrid_sliding"] * 3
+
+
+def test_memory_specs():
+    config = tiny_config(local_reset_interval=[None, 16])
+    assert [(s.name, s.chunk_size, s.reset_interval, s.read, s.query_projection) for s in config.memory_specs] == [
+        ("global", 8, None, "chunk_start", "none"),
+        ("local", 2, None, "current", "shard"),
+        ("local", 4, 16, "current", "shard"),
+    ]
+    assert config.memory_projection_intervals == [None, 16]
+    assert tiny_config().memory_projection_intervals == [16]  # memories of one interval share one M
+    assert tiny_config(qk_projection="chunk").memory_projection_intervals == [2, 4]
+    assert tiny_config(qk_projection="none").memory_projection_intervals == []
+    assert [
+        s.name
+        for s in tiny_config(global_chunk_size=None, local_chunk_sizes=3, local_reset_interval=None).memory_specs
+    ]
+
+
+INVALID = [
+    # every field on its own
+    *[{name: -1} for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "head_dim")],
+    *[
+        {name: 0}
+        for name in ("sliding_window", "intermediate_size", "memory_depth", "memory_num_heads", "memory_head_dim")
+    ],
+    *[{name: 0} for name in ("num_key_value_heads", "global_chunk_size", "local_reset_interval", "memory_max_lr")],
+    *[{"rms_norm_eps": value} for value in (math.nan, math.inf, 0, -1e-6)],
+    *[{"memory_max_lr": value} for value in (math.nan, -0.1)],
+    *[
+        {"initializer_range": math.nan},
+        {"memory_expansion": 0},
+        {"memory_grad_bound": 0.0},
+        {"memory_grad_bound": math.inf},
+    ],
+    *[{"attention_dropout": 1.5}, {"attention_dropout": -0.1}, {"attention_dropout": math.nan}],
+    *[{"num_persistent_tokens": -1}, {"memory_conv_kernel": -1}, {"hidden_act": "sillu"}],
+    *[
+        {"local_chunk_sizes": [0]},
+        {"local_chunk_sizes": [2, -4]},
+        {"local_chunk_sizes": True},
+        {"num_hidden_layers": True},
+    ],
+    *[{"memory_layers": [2]}, {"memory_layers": [-1]}, {"memory_layers": [0, 0]}],
+    *[{"rope_parameters": {"rope_type": "spiral"}}],
+    # unknown and not yet available names
+    *[{name: "unknown"} for name in ("variant", "qk_projection", "global_read", "memory_projections", "memory_gate")],
+    *[{name: "unknown"} for name in ("memory_activation", "memory_decay_target", "memory_lr_scaling", "memory_rule")],
+    *[{name: "unknown"} for name in ("memory_feature_map", "memory_implementation")],
+    *[{"variant": "mac"}, {"memory_rule": "omega"}, {"memory_rule": "muon"}, {"omega_window": 2}],
+    *[{"memory_feature_map": "polynomial"}, {"memory_implementation": "triton"}],
+    # wrong types
+    *[
+        {"hidden_size": "32"},
+        {"hidden_size": 32.0},
+        {"memory_max_lr": "x"},
+        {"local_chunk_sizes": ["2"]},
+        {"variant": None},
+    ],
+    # combinations
+    *[{"num_attention_heads": 3}, {"num_key_value_heads": 3}, {"num_attention_heads": 5, "head_dim": 8}],
+    *[{"memory_head_dim": 7}, {"memory_num_heads": 3}, {"memory_expansion": 1.3}],
+    *[{"memory_num_heads": 4, "memory_projections": "shared"}, {"memory_projections": "shared", "variant": "lmm"}],
+    *[{"layer_types": ["sliding_attention"]}, {"layer_types": ["hybrid", "linear_attention"]}],
+    *[{"sliding_window": None, "layer_types": ["sliding_attention", "full_attention"]}],
+    *[{"memory_layers": [0], "global_chunk_size": None, "local_chunk_sizes": []}],
+    *[{"local_chunk_sizes": [3]}, {"local_reset_interval": [16]}, {"local_reset_interval": 12}],
+    *[{"local_reset_interval": 12, "variant": "lmm", "sliding_window": 8}],
+    *[{"memory_gate": "mix", "variant": "mal"}, {"memory_gate": "published", "variant": "lmm"}],
+    *[{"memory_gate_init": 0.5, "memory_gate": "product"}, {"memory_gate_init": 1.5, "memory_gate": "mix"}],
+    *[{"memory_gate_init": math.nan}, {"num_persistent_tokens": 1, "variant": "lmm"}],
+    *[{"memory_train_chunk_sizes": [8]}],
+]
+
+
+@pytest.mark.parametrize("changes", INVALID, ids=str)
+def test_invalid_values_name_the_field_and_the_value(changes):
+    with pytest.raises(ValueError) as error:
+        tiny_config(**changes)
+    message = str(error.value)
+    named = re.match(r"TNTConfig\.(\w+)=", message)
+    assert named, message
+    assert named[1] in changes or named[1] in {"num_attention_heads", "memory_head_dim", "local_reset_interval"}, (
+        message
+    )
+    if named[1] in changes:
+        value = changes[named[1]]
+        assert any(repr(x) in message for x in (value, *(value if isinstance(value, list) else []))), message
+
+
+def test_the_memory_gap_is_named_in_tokens():
+    with pytest.raises(ValueError, match=r"local_reset_interval=12.*global_chunk_size=8.*up to 4 tokens"):
+        tiny_config(local_reset_interval=12)
+    for accepted in (
+        {"sliding_window": 8},
+        {"sliding_window": None},
+        {"global_read": "current"},
+        {"allow_memory_gap": True},
+    ):
+        tiny_config(local_reset_interval=12, **accepted)
+    tiny_config(local_reset_interval=None)  # never forgets: no gap
+    tiny_config(local_reset_interval=12, global_chunk_size=None)
+
+
+def test_a_closed_gate_over_shared_projections_warns():
+    with pytest.warns(UserWarning, match="hardly wakes"):
+        tiny_config(memory_projections="shared", memory_gate_init=0.0)
+    with pytest.warns(UserWarning, match="hardly wakes"):
+        tiny_config(memory_projections="shared", memory_gate="product")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiny_config(memory_projections="shared")
+        tiny_config(memory_gate_init=0.0)
+
+
+def test_memory_state_bytes_match_a_hand_count():
+    config = tiny_config()
+    # 2 heads, two 8 x 8 layers: W_t and W_xi of 3 memories, one M per head; time; 3 inputs of 32 + 16 + 16 channels
+    floats = 3 * 2 * (2 * 2 * 8 * 8) + 2 * 8 * 8
+    assert memory_state_bytes(config) == 2 * (4 * floats + 8 + 4 * 3 * 64)
+    assert memory_state_bytes(config, "bfloat16") == 2 * (4 * floats + 8 + 2 * 3 * 64)
+    assert memory_state_bytes(config, "float64") == 2 * (8 * floats + 8 + 8 * 3 * 64)
+    assert memory_state_bytes(tiny_config(memory_layers=[])) == 0
+    assert [name for name, _ in memory_state_shapes(tiny_config(local_chunk_sizes=[1], memory_depth=1))] == [
+        "conv", "0.weights.0", "0.chunk_weights.0", "1.weights.0", "projection.16", "time",
+    ]  # fmt: skip
+
+
+def test_flops_match_a_hand_count():
+    config = tiny_config(memory_depth=1, local_chunk_sizes=[2], num_hidden_layers=1)
+    q, kv, h = 32, 16, 32
+    P, H, n = 64, 2, 4
+    memory = 2 * (H * (6 * P - 2 * P) + 2 * n * P + 2 * h * H)  # write, read, lr gate of two memories
+    memory += 4 * H * 64 + 2 * n * 64  # Q-K projection
+    memory += 2 * h * (q + 2 * kv) + 2 * 4 * (q + 2 * kv) + 2 * h * 4  # projections, convolution, gate
+    found = flops_per_token(config, 1000)
+    assert found["memory"] == memory
+    assert found["attention"] == 4 * q * 4
+    assert found["base"] == 2 * (h * (q + 2 * kv) + q * h + 3 * h * TINY["intermediate_size"] + h * TINY["vocab_size"])
+    assert found["total"] == found["base"] + found["attention"] + memory
+    assert flops_per_token(tiny_config(sliding_window=None), 1000)["attention"] == 2 * 4 * q * 1000

@@ -1,0 +1,79 @@
+"""The README is true: its blocks run, its commands exist, and every name it points at is there."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tnt_hf.cli import LATER, main
+
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = (line.partition(" #")[0].strip() for block in blocks("bash") for line in block.splitlines())
+    return [line for line in lines if line]
+
+
+def test_python_blocks_run_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    for number, block in enumerate(blocks("python"), 1):
+        exec(compile(block, f"README.md, python block {number}", "exec"), namespace)
+    assert namespace["second"].shape[1] == namespace["question"].shape[1] + 20
+    assert all(layer.isfinite().all() for layer in namespace["surprise"])
+    assert (tmp_path / "my-tnt" / "modeling_tnt.py").is_file()
+
+
+def test_the_session_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """What the README claims beside its blocks: a continued conversation equals one forward over all of it."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    for block in blocks("python")[:3]:
+        exec(block, namespace)
+    whole = namespace["model"].generate(namespace["question"], max_new_tokens=20)
+    assert whole.equal(namespace["second"])
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c.startswith("tnt ")])
+def test_commands_run(command, capsys):
+    name, *arguments = shlex.split(command)
+    assert main(arguments) == 0
+    assert capsys.readouterr().out
+
+
+def test_make_targets_exist_and_ci_runs_the_test_command():
+    targets = re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE)
+    mentioned = set(re.findall(r"(?:^|`)make ([a-z-]+)", TEXT, flags=re.MULTILINE))
+    assert {"test", "demo"} <= mentioned <= set(targets)
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("make test")
+
+
+def test_every_reference_exists():
+    for file, name in re.findall(r"`([\w/.-]+\.py)::(\w+)`", TEXT):
+        nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+        assert name in {getattr(node, "name", None) for node in nodes}, f"{file}::{name}"
+    for link in re.findall(r"\]\(([^)]+)\)", TEXT):
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
+def test_fields_of_the_symbol_table_exist():
+    from tnt_hf import TNTConfig
+
+    (table,) = re.findall(r"^\| symbol \| field \|\n.*?\n\n", TEXT, flags=re.MULTILINE | re.DOTALL)
+    fields = re.findall(r"`(\w+)`", table)
+    assert len(fields) > 15
+    assert not [field for field in fields if not hasattr(TNTConfig(), field)]
+
+
+def test_commands_of_a_later_version_are_not_advertised():
+    assert not [command for command in commands() if command.split()[:1] == ["tnt"] and command.split()[1] in LATER]

@@ -1,0 +1,329 @@
+"""The memory branch of a layer: from hidden states to the sum of all memories, and how it joins attention.
+
+Axis legend
+    B batch   T tokens of this call   Q = Hq * head_dim channels before o_proj   H memory heads   D memory head width
+    n = Q / D memory query rows   C channels of q, k and v together
+
+    q, k, v = projections of the layer's input -> causal convolution -> SiLU -> L2 norm      (v: L2 norm)
+    m = norm(sum over memories of memory_chunkwise(q or q M, k, v))                           (TNT Eq. 15)
+
+Only valid tokens of one document meet: the convolution, the memory and its time skip padding and restart with every
+packed document. This file travels with every pushed checkpoint.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .cache_tnt import LayerState
+from .configuration_tnt import MemorySpec, TNTConfig
+from .memory_tnt import MemoryState, memory_chunkwise, project_queries
+
+
+DECAY_BIAS = -7.0  # alpha = sigmoid(decay_proj(x)) starts near 1e-3
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half precision, float64 stays."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class TNTRMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis, computed in float32 at least."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(wide(dtype))
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon)).to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+# Each class below owns the parameters it initialises: for code that travels with a checkpoint the library does not
+# call `_init_weights` on modules that hold none themselves.
+
+
+class TNTInitialWeights(nn.ParameterList):
+    """W_init of one memory: L tensors `[H, d_in, d_out]`."""
+
+
+class TNTGateLinear(nn.Linear):
+    """A linear layer of a gate, which starts at `sigmoid(bias_start)` everywhere (no weight) or around it."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias_start: float | None = None, zero_weight: bool = False
+    ):
+        super().__init__(in_features, out_features, bias=bias_start is not None)
+        self.bias_start, self.zero_weight = bias_start, zero_weight
+
+
+class TNTCausalConv(nn.Conv1d):
+    """Depthwise convolution of `[B, C, L]` without padding that starts near the identity on the newest tap."""
+
+    def __init__(self, channels: int, kernel_size: int):
+        super().__init__(channels, channels, kernel_size, groups=channels, bias=False)
+
+
+class TNTMemoryUnit(nn.Module):
+    """The parameters of one memory: W_init and the token-dependent gates theta, mu, alpha; float32 at least."""
+
+    def __init__(self, config: TNTConfig):
+        super().__init__()
+        self.config = config
+        H, D = config.memory_num_heads, config.memory_head_dim
+        self.weights = TNTInitialWeights(
+            [nn.Parameter(torch.empty(H, *shape)) for shape in config.memory_weight_shapes]
+        )
+        self.lr_proj = TNTGateLinear(config.hidden_size, H, 0.0)
+        self.momentum_proj = TNTGateLinear(config.hidden_size, H, 0.0) if config.memory_momentum else None
+        self.decay_proj = TNTGateLinear(config.hidden_size, H, DECAY_BIAS) if config.memory_decay else None
+        self.norm_weight = nn.Parameter(torch.empty(H, D)) if config.memory_layernorm else None
+        self.norm_bias = nn.Parameter(torch.empty(H, D)) if config.memory_layernorm else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: MemorySpec,
+        lr_scale: float,
+        **options: Any,
+    ) -> tuple[Tensor, MemoryState | None, Tensor | None]:
+        """
+        Args:
+            hidden_states: `[B, T, hidden]`.
+            q: `[B, T, n, D]`, already projected by M where the spec asks for it. k, v: `[B, T, H, D]`.
+            spec: chunk size, reset interval (tokens) and read of this memory. lr_scale: factor of theta.
+            options: mask, segment_ids, initial_state, output_final_state, output_surprise of [`memory_chunkwise`].
+
+        Returns:
+            o `[B, T, n, D]`, the state, the surprise `[B, T, H]`; the latter two `None` if not asked for.
+        """
+        config = self.config
+
+        def gate(proj: nn.Linear | None) -> Tensor | None:
+            return None if proj is None else torch.sigmoid(proj(hidden_states.to(proj.weight.dtype)).to(q.dtype))
+
+        layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, config.rms_norm_eps)
+        result = memory_chunkwise(
+            q,
+            k,
+            v,
+            config.memory_max_lr * lr_scale * gate(self.lr_proj),
+            list(self.weights),
+            momentum=gate(self.momentum_proj),
+            decay=gate(self.decay_proj),
+            chunk_size=spec.chunk_size,
+            reset_interval=spec.reset_interval,
+            read=spec.read,
+            activation=config.memory_activation,
+            residual=config.memory_residual,
+            layernorm=layernorm,
+            decay_target=config.memory_decay_target,
+            grad_bound=config.memory_grad_bound,
+            implementation="chunk" if config.memory_implementation == "auto" else config.memory_implementation,
+            **options,
+        )
+        return result if options["output_surprise"] else (*result, None)
+
+
+class TNTMemoryGate(nn.Module):
+    """How memory joins attention, on the `[B, T, Q]` layout before o_proj (DESIGN: `memory_gate`)."""
+
+    def __init__(self, config: TNTConfig):
+        super().__init__()
+        self.kind, self.start, self.heads = config.memory_gate, config.memory_gate_init, config.num_attention_heads
+        channels = config.num_attention_heads * config.head_dim
+        if self.kind == "add":
+            self.scale = nn.Parameter(torch.empty(channels))
+            self.proj = TNTGateLinear(config.hidden_size, config.num_attention_heads, zero_weight=True)
+        elif self.kind == "product":
+            self.proj = TNTGateLinear(channels, channels, zero_weight=True)
+        elif self.kind == "published":
+            self.norm = TNTRMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        else:
+            self.weight = nn.Buffer(torch.empty(()))  # scheduled by the training recipe and saved with the model
+
+    def forward(self, attn: Tensor | None, memory: Tensor, hidden_states: Tensor) -> Tensor:
+        """attn (`None`: memory alone, gate "add" only) and memory `[B, T, Q]`, hidden_states `[B, T, hidden]`."""
+        if self.kind == "add":
+            opened = (2 * torch.sigmoid(self.proj(hidden_states))).unsqueeze(-1)
+            gated = self.scale * (memory.unflatten(-1, (self.heads, -1)) * opened).flatten(-2)
+            if not torch.is_grad_enabled():
+                # A closed channel must be silent whatever is behind it: 0 * nan is nan.
+                gated = torch.where(self.scale == 0, 0.0, gated)
+            return gated.to(memory.dtype) if attn is None else attn + gated.to(attn.dtype)
+        if self.kind == "product":
+            return attn * (2 * torch.sigmoid(self.proj(memory)))
+        if self.kind == "published":
+            return self.norm(attn.unflatten(-1, (self.heads, -1))).flatten(-2) * torch.sigmoid(memory)
+        return ((1 - self.weight) * attn + self.weight * memory).to(attn.dtype)
+
+
+class TNTMemory(nn.Module):
+    """All memories of one layer over shared q, k, v."""
+
+    def __init__(self, config: TNTConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.shared = config.memory_projections == "shared"
+        H, D = config.memory_num_heads, config.memory_head_dim
+        self.channels = (config.num_attention_heads * config.head_dim, H * D, H * D)
+        if not self.shared:
+            self.q_proj, self.k_proj, self.v_proj = (
+                nn.Linear(config.hidden_size, width, bias=False) for width in self.channels
+            )
+        self.taps = max(config.memory_conv_kernel - 1, 0)  # earlier tokens a convolution sees
+        if self.taps:
+            self.q_conv, self.k_conv, self.v_conv = (TNTCausalConv(width, self.taps + 1) for width in self.channels)
+        self.memories = nn.ModuleList([TNTMemoryUnit(config) for _ in config.memory_specs])
+        # "mix" is published on the plain output, which a norm would change
+        self.norm = None if config.memory_gate == "mix" else TNTRMSNorm(D, eps=config.rms_norm_eps)
+        self.gate = TNTMemoryGate(config)
+        if config.variant != "mag":
+            self.o_proj = nn.Linear(self.channels[0], config.hidden_size, bias=False)
+        if config.variant == "mal":
+            self.input_layernorm = TNTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        shared: tuple[Tensor, Tensor, Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        output_surprise: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            hidden_states: `[B, T, hidden]`, the normed input of the layer.
+            shared: the attention's q `[B, T, Q]`, k, v `[B, T, Hkv * head_dim]` before RoPE, with shared projections.
+            mask: `[B, T]` bool, `False` = absent. segment_ids: `[B, T]` int, a change starts a new document.
+
+        Returns:
+            m `[B, T, Q]` in the dtype of `hidden_states` and the surprise `[B, T]` or `None`.
+        """
+        config, dtype = self.config, wide(hidden_states.dtype)
+        state = None if past_key_values is None else LayerState.read(past_key_values, self.layer_idx, config)
+        q, k, v = (
+            (proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)) if shared is None else shared
+        )
+        conv = None
+        if self.taps:
+            qkv, conv = self._convolve(
+                torch.cat([q, k, v], -1), None if state is None else state.conv, mask, segment_ids
+            )
+            q, k, v = qkv.split(self.channels, -1)
+
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            q, k, v = (x.to(dtype).unflatten(-1, (-1, config.memory_head_dim)) for x in (q, k, v))
+            q, k = (F.normalize(F.silu(x), dim=-1) for x in (q, k))
+            v = F.normalize(v, dim=-1) if config.memory_value_norm else v
+            o, new_state, surprise = self._remember(
+                hidden_states, q, k, v, state, past_key_values is not None, mask, segment_ids, output_surprise
+            )
+            o = o if self.norm is None else self.norm(o)
+        if past_key_values is not None:
+            new_state.conv = conv
+            new_state.write(past_key_values, self.layer_idx, config)
+        return o.flatten(-2).to(hidden_states.dtype), surprise
+
+    def _remember(
+        self, hidden_states, q, k, v, state: LayerState | None, keep: bool, mask, segment_ids, output_surprise
+    ):
+        """Sum of all memories `[B, T, n, D]` (TNT Eq. 15), the new state and the mean surprise."""
+        config, specs = self.config, self.config.memory_specs
+        queries, projections = {}, {}
+        for interval in config.memory_projection_intervals:
+            queries[interval], projections[interval] = project_queries(
+                q,
+                k,
+                reset_interval=interval,
+                normalize=config.qk_projection_norm,
+                mask=mask,
+                segment_ids=segment_ids,
+                initial_state=None if state is None else (state.projections[interval], state.time),
+                output_final_state=keep,
+            )
+        total, states, surprises = 0, [], []
+        for i, (spec, unit) in enumerate(zip(specs, self.memories)):
+            scaled = config.memory_lr_scaling == "train_chunk"
+            o, memory_state, surprise = unit(
+                hidden_states,
+                q if spec.query_projection == "none" else queries[spec.projection_interval],
+                k,
+                v,
+                spec,
+                config.memory_train_chunk_sizes[i] ** -0.5 if scaled else 1.0,
+                mask=mask,
+                segment_ids=segment_ids,
+                initial_state=None if state is None else state.memories[i],
+                output_final_state=keep,
+                output_surprise=output_surprise,
+            )
+            total = total + o
+            states.append(memory_state)
+            surprises.append(surprise)
+        new_state = LayerState(None, states, projections, states[0].time) if keep else None
+        return total, new_state, torch.stack(surprises).mean((0, -1)) if output_surprise else None
+
+    def _convolve(
+        self, x: Tensor, tail: Tensor | None, mask: Tensor | None, segment_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Causal depthwise convolution of `x` `[B, T, C]` over the valid tokens of each document, as if each stood alone.
+
+        Returns the result, 0 at absent tokens, and the next call's `tail` `[B, C, kernel - 1]`: each row's last valid
+        inputs.
+        """
+        B, T, C = x.shape
+        tail = x.new_zeros(B, C, self.taps) if tail is None else tail.to(x.dtype)
+        if segment_ids is None and (mask is None or T == 1):
+            window = torch.cat([tail, x.transpose(1, 2)], -1)
+            new_tail, y = window[..., -self.taps :], self._depthwise(window).transpose(1, 2)
+            if mask is not None:
+                new_tail, y = torch.where(mask[..., None], new_tail, tail), y * mask[..., None]
+            return y, new_tail
+        # Move valid tokens together, documents apart by `taps` zeros, and look the results up again.
+        mask = torch.ones(B, T, dtype=torch.bool, device=x.device) if mask is None else mask
+        place = self.taps + mask.cumsum(1) - 1
+        length = self.taps + T
+        if segment_ids is not None:
+            documents = document_starts(segment_ids, mask, torch.ne).cumsum(1)
+            place = place + documents * self.taps
+            length += int(documents.max()) * self.taps
+        target = torch.where(mask, place, length)[..., None].expand(
+            -1, -1, C
+        )  # absent tokens share a slot nobody reads
+        row = torch.cat([tail.transpose(1, 2), x.new_zeros(B, length + 1 - self.taps, C)], 1).scatter(1, target, x)
+        y = self._depthwise(row[:, :length].transpose(1, 2)).transpose(1, 2)
+        y = y.gather(1, (place - self.taps).clamp_min(0)[..., None].expand(-1, -1, C)) * mask[..., None]
+        last = torch.where(mask, place, self.taps - 1).amax(1)
+        recent = last[:, None] + torch.arange(1 - self.taps, 1, device=x.device)
+        return y, row.gather(1, recent[..., None].expand(-1, -1, C)).transpose(1, 2)
+
+    def _depthwise(self, window: Tensor) -> Tensor:
+        """`[B, C, L]` -> `[B, C, L - taps]`; called as modules, so that adapters on them take effect."""
+        parts = zip((self.q_conv, self.k_conv, self.v_conv), window.split(self.channels, 1))
+        return torch.cat([conv(part) for conv, part in parts], 1)
+
+
+def document_starts(ids: Tensor, mask: Tensor | None, starts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """`[B, T]` bool: valid tokens where `starts(id here, id of the previous valid token)` holds."""
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    index = torch.where(mask, torch.arange(ids.shape[1], device=ids.device), -1).cummax(1).values
+    previous = F.pad(index[:, :-1], (1, 0), value=-1)
+    return mask & (previous >= 0) & starts(ids, ids.gather(1, previous.clamp_min(0)))

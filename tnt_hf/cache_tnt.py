@@ -1,0 +1,362 @@
+"""The cache of TNT models: window keys and values, and the memory's state, in the library's own hybrid cache layers.
+
+Axis legend
+    B batch   H memory heads   D memory head width   C tokens per chunk   S tokens between resets
+
+State slots of a layer with memory (`recurrent_states[j]`, in this order, see `memory_state_shapes`):
+
+    for each memory, each per network layer [B, H, d_in, d_out]:
+        W_t; W_xi, absent when C = 1 (it is W_t then); S_t, absent without momentum
+    for each distinct reset interval: M [B, H, D, D]
+    memory time [B] int64
+
+and `conv_states[0]` `[B, channels of q + k + v, kernel - 1]`, the convolution's last valid inputs. Everything is per
+batch row, so rows may be at different memory times, and nothing grows with the context.
+
+The library's `DynamicCache(config=...)` and `StaticCache(config=...)` hold the same slots and work as well; `TNTCache`
+adds correct batch operations, sessions on disk, and a check of the chunk sizes it was filled with.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from .configuration_tnt import TNTConfig
+from .costs_tnt import memory_state_shapes
+from .memory_tnt import MemoryState
+
+
+SESSION_FORMAT = "tnt-session-1"
+# What a stored state means. `local_chunk_sizes` may change at a chunk boundary, everything else must agree.
+FINGERPRINT = (
+    "variant", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "layer_types", "sliding_window", "num_persistent_tokens", "global_chunk_size", "local_chunk_sizes",
+    "local_reset_interval", "global_read", "qk_projection", "qk_projection_norm", "memory_num_heads",
+    "memory_head_dim", "memory_projections", "memory_conv_kernel", "memory_value_norm", "memory_depth",
+    "memory_expansion", "memory_activation", "memory_residual", "memory_layernorm", "memory_momentum",
+    "memory_decay", "memory_decay_target",
+)  # fmt: skip
+
+
+class _StatefulBatch:
+    """Batch operations the library defines for keys and values only."""
+
+    def _map_states(self, function: Callable[[Tensor], Tensor]) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for j, state in states.items():
+                states[j] = None if state is None else function(state)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._map_states(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._map_states(lambda x: x[indices, ...])
+
+
+class _ValidWindow:
+    """A window of valid tokens: `valid` `[B, T]` bool marks those among the new ones, padding leaves the window first."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, valid: Tensor | None = None, **kwargs):
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        keep = min(self.sliding_window - 1, keys.shape[2])
+        if valid is not None:
+            earlier = valid.new_ones(len(valid), keys.shape[2] - valid.shape[1])
+            order = torch.argsort(torch.cat([earlier, valid], 1).int(), dim=1, stable=True)[:, keys.shape[2] - keep :]
+            self.keys, self.values = (
+                x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])) for x in (keys, values)
+            )
+        elif keep == 0:  # `[-0:]` is everything, so the library's layer drops nothing at a window of 1
+            self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+        return keys, values
+
+
+class TNTFullLayer(_StatefulBatch, LinearAttentionAndFullAttentionLayer):
+    """Memory state and the keys and values of full attention."""
+
+
+class TNTSlidingLayer(_StatefulBatch, _ValidWindow, LinearAttentionAndSlidingWindowAttentionLayer):
+    """Memory state and the keys and values of a sliding window."""
+
+
+class TNTWindowLayer(_ValidWindow, DynamicSlidingWindowLayer):
+    """A sliding window without memory."""
+
+
+class TNTCache(DynamicCache):
+    """
+    Cache of a TNT model, made by `generate()` and `forward(use_cache=True)` when none is given.
+
+    Args:
+        config ([`TNTConfig`]): configuration of the model the cache is for.
+
+    ```python
+    out = model.generate(input_ids, past_key_values=(cache := TNTCache(model.config)))
+    cache.save("session.safetensors")
+    cache = TNTCache.load("session.safetensors", model.config)
+    ```
+    """
+
+    def __init__(self, config: TNTConfig):
+        makers = {
+            "full_attention": DynamicLayer,
+            "sliding_attention": lambda: TNTWindowLayer(config.sliding_window),
+            "hybrid": lambda: TNTFullLayer(config.number_of_conv_states),
+            "hybrid_sliding": lambda: TNTSlidingLayer(config.sliding_window, config.number_of_conv_states),
+        }
+        Cache.__init__(self, layers=[makers[kind]() for kind in config.layer_types])
+        self.fingerprint = _fingerprint(config)
+        self.holds_padding = False
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors held, keys and values included."""
+        return sum(x.numel() * x.element_size() for x in self._tensors().values())
+
+    def state_bytes(self) -> int:
+        """Bytes of the memory state alone: `memory_state_bytes(config)` times the batch size at any context length."""
+        return sum(
+            x.numel() * x.element_size()
+            for name, x in self._tensors().items()
+            if name.split(".")[2] in ("conv", "state")
+        )
+
+    def cached_window(self, layer_idx: int) -> int:
+        """Keys that a layer holds, before this call's are added."""
+        layer = self.layers[layer_idx]
+        return layer.keys.shape[2] if layer.is_initialized else 0
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {}
+        for i, layer in enumerate(self.layers):
+            if layer.is_initialized and layer.keys is not None:
+                tensors |= {f"layers.{i}.keys": layer.keys, f"layers.{i}.values": layer.values}
+            if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.has_previous_state[0]:
+                tensors |= {f"layers.{i}.conv.{j}": x for j, x in layer.conv_states.items() if x is not None}
+                tensors |= {f"layers.{i}.state.{j}": x for j, x in layer.recurrent_states.items() if x is not None}
+        return tensors
+
+    def adapt(self, config: TNTConfig) -> None:
+        """
+        Follow a change of `local_chunk_sizes` (stage 1 to 2). At a chunk boundary W_xi is W_t and nothing is lost.
+
+        Raises:
+            ValueError: a row is inside a chunk of the old or of the new size, or another field differs.
+        """
+        new = _fingerprint(config)
+        if new == self.fingerprint:
+            return
+        _compare(self.fingerprint, new, ignore=("local_chunk_sizes",))
+        old_sizes, sizes = self.fingerprint["local_chunk_sizes"], new["local_chunk_sizes"]
+        if len(old_sizes) != len(sizes):
+            raise ValueError(f"local_chunk_sizes: the cache was filled with {old_sizes}, the model has {sizes}.")
+        if config.qk_projection == "chunk" and any(x.recurrent_states[0] is not None for x in self._memory_layers()):
+            raise ValueError(
+                f"local_chunk_sizes: the cache was filled with {old_sizes}, the model has {sizes}, and"
+                " qk_projection='chunk' depends on it."
+            )
+        old_config = _with_chunk_sizes(config, old_sizes)
+        names = [name for name, _ in memory_state_shapes(old_config) if name != "conv"]
+        wanted = [name for name, _ in memory_state_shapes(config) if name != "conv"]
+        for layer in self._memory_layers():
+            states = dict.fromkeys(wanted) | dict(zip(names, layer.recurrent_states.values()))
+            if states["time"] is not None:
+                _require_boundary(states["time"], old_config, config)
+                for i, (was, now) in enumerate(zip(old_config.memory_specs, config.memory_specs)):
+                    for n in range(config.memory_depth if was.chunk_size != now.chunk_size else 0):
+                        states[f"{i}.chunk_weights.{n}"] = states[f"{i}.weights.{n}"].clone()
+            _resize(layer, [states[name] for name in wanted])
+        self.fingerprint = new
+
+    def _memory_layers(self) -> list[LinearAttentionCacheLayerMixin]:
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+    def save(self, path: str) -> None:
+        """Write the session to a safetensors file: a conversation's memory, resumable in another process."""
+        tensors = {name: x.detach().cpu().contiguous().clone() for name, x in self._tensors().items()}
+        lengths = [getattr(layer, "cumulative_length", None) for layer in self.layers]
+        metadata = {
+            "format": SESSION_FORMAT,
+            "config": json.dumps(self.fingerprint),
+            "cumulative_lengths": json.dumps(lengths),
+        }
+        save_file(tensors, path, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str, config: TNTConfig, device: str | torch.device = "cpu") -> "TNTCache":
+        """
+        Read a session written by [`TNTCache.save`] for a model with `config`.
+
+        Raises:
+            ValueError: no such session, one of another architecture (the differing field is named), or a damaged one.
+        """
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"path={str(path)!r} is not a safetensors file: {error}") from error
+        if metadata.get("format") != SESSION_FORMAT:
+            raise ValueError(
+                f"path={str(path)!r} is no TNT session: its format is {metadata.get('format')!r}, not"
+                f" {SESSION_FORMAT!r}."
+            )
+        stored = json.loads(metadata["config"])
+        _compare(stored, _fingerprint(config), ignore=("local_chunk_sizes",))
+        filled_with = _with_chunk_sizes(config, stored["local_chunk_sizes"])
+        cache = cls(filled_with)
+        cache._fill(tensors, json.loads(metadata["cumulative_lengths"]), filled_with)
+        cache.adapt(config)
+        return cache
+
+    def _fill(self, tensors: dict[str, Tensor], lengths: list[int | None], config: TNTConfig) -> None:
+        shapes = {"conv": (), **dict(memory_state_shapes(config))}
+        conv, slots = shapes.pop("conv"), list(shapes.values())
+        for i, layer in enumerate(self.layers):
+            mine = {name: tensors.pop(f"layers.{i}.{name}", None) for name in ("keys", "values", "conv.0")}
+            if mine["keys"] is not None:
+                _require_shape(f"layers.{i}.values", mine["values"], mine["keys"].shape)
+                layer.lazy_initialization(mine["keys"], mine["values"])
+                layer.keys, layer.values = mine["keys"], mine["values"]
+            if lengths[i] is not None:
+                layer.cumulative_length = lengths[i]
+            if f"layers.{i}.state.0" in tensors:
+                states = [tensors.pop(f"layers.{i}.state.{j}", None) for j in range(len(slots))]
+                rows = states[0].shape[:1]
+                for j, (state, shape) in enumerate(zip(states, slots)):
+                    _require_shape(f"layers.{i}.state.{j}", state, (*rows, *shape))
+                if conv:
+                    _require_shape(f"layers.{i}.conv.0", mine["conv.0"], (*rows, *conv))
+                _store(layer, mine["conv.0"], states)
+                self.holds_padding |= bool((states[-1] != self.get_seq_length()).any())
+        if tensors:
+            raise ValueError(f"session: unknown tensor {min(tensors)!r}.")
+
+
+def _require_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+    found = None if tensor is None else tuple(tensor.shape)
+    if found != tuple(shape):
+        raise ValueError(f"session: {name} must have shape {tuple(shape)}, the file has {found}.")
+
+
+def _resize(layer: LinearAttentionCacheLayerMixin, states: list[Tensor | None]) -> None:
+    """Give the layer `len(states)` slots and, unless it is still empty, these states."""
+    conv, known = layer.conv_states[0], (layer.device, layer.dtype)
+    LinearAttentionCacheLayerMixin.__init__(layer, number_of_states=len(states))
+    layer.device, layer.dtype = known
+    if states[-1] is not None:
+        _store(layer, conv, states)
+
+
+def _with_chunk_sizes(config: TNTConfig, sizes: list[int]) -> TNTConfig:
+    fields = {**config.to_dict(), "local_chunk_sizes": list(sizes)}
+    return type(config)(
+        **{name: value for name, value in fields.items() if name not in ("model_type", "transformers_version")}
+    )
+
+
+def _require_boundary(time: Tensor, old: TNTConfig, new: TNTConfig) -> None:
+    for was, now in zip(old.memory_specs, new.memory_specs):
+        if was.chunk_size != now.chunk_size and bool(((time % was.chunk_size) + (time % now.chunk_size)).any()):
+            raise ValueError(
+                f"local_chunk_sizes: the cache is at memory time {time.tolist()}, inside a chunk of {was.chunk_size}"
+                f" or {now.chunk_size} tokens; change from {old.local_chunk_sizes} to {new.local_chunk_sizes} at a"
+                " chunk boundary."
+            )
+
+
+def _fingerprint(config: TNTConfig) -> dict[str, Any]:
+    # Through JSON, so that it compares equal to one that was read from disk.
+    return json.loads(json.dumps({name: getattr(config, name) for name in FINGERPRINT}))
+
+
+def _compare(stored: dict[str, Any], current: dict[str, Any], ignore: tuple[str, ...] = ()) -> None:
+    for name in FINGERPRINT:
+        if name not in ignore and stored.get(name) != current[name]:
+            raise ValueError(
+                f"{name}: the cache was filled with {stored.get(name)!r}, the model has {current[name]!r}."
+            )
+
+
+# ------------------------------------------------------------------------------ states of a layer, for any cache class
+
+
+class LayerState:
+    """What a memory layer reads from and writes to a cache.
+
+    Attributes:
+        conv: the convolution's last valid inputs `[B, channels, kernel - 1]` in the model's dtype, or `None`.
+        memories: one [`MemoryState`] per memory; `projection` is `None` there, because memories share it.
+        projections: `{reset interval: M [B, H, D, D]}`.
+        time: `[B]` int64.
+    """
+
+    def __init__(
+        self, conv: Tensor | None, memories: list[MemoryState], projections: dict[int | None, Tensor], time: Tensor
+    ):
+        self.conv, self.memories, self.projections, self.time = conv, memories, projections, time
+
+    @classmethod
+    def read(cls, cache: Cache, layer_idx: int, config: TNTConfig) -> "LayerState | None":
+        """The state of layer `layer_idx`, or `None` before its first token."""
+        layer = cache.layers[layer_idx]
+        if not layer.has_previous_state[0]:
+            return None
+        # The cache is written in place afterwards, which autograd must not see happen to a tensor it saved.
+        keep = torch.clone if torch.is_grad_enabled() else (lambda x: x)
+        flat = [keep(layer.recurrent_states[j]) for j in range(layer.number_of_states)]
+        conv = None if layer.conv_states[0] is None else keep(layer.conv_states[0])
+        time, depth, take = flat.pop(), config.memory_depth, iter(flat)
+
+        def layers() -> list[Tensor]:
+            return [next(take) for _ in range(depth)]
+
+        memories = []
+        for spec in config.memory_specs:
+            weights = layers()
+            start = layers() if spec.chunk_size > 1 else weights
+            memories.append(MemoryState(weights, start, layers() if config.memory_momentum else None, None, time))
+        projections = {interval: next(take) for interval in config.memory_projection_intervals}
+        return cls(conv, memories, projections, time)
+
+    def write(self, cache: Cache, layer_idx: int, config: TNTConfig) -> None:
+        """Store the state in layer `layer_idx` of the cache."""
+        flat = []
+        for spec, memory in zip(config.memory_specs, self.memories):
+            flat += [*memory.weights, *(memory.chunk_weights if spec.chunk_size > 1 else []), *(memory.momentum or [])]
+        flat += [self.projections[interval] for interval in config.memory_projection_intervals]
+        _store(cache.layers[layer_idx], self.conv, [*flat, self.time])
+
+
+def _store(layer: LinearAttentionCacheLayerMixin, conv: Tensor | None, states: list[Tensor]) -> None:
+    if conv is not None:
+        if not layer.is_conv_states_initialized[0]:
+            layer.lazy_initialization(conv_states=conv, state_idx=0)
+        layer.conv_states[0] = _assign(layer.conv_states[0], conv)
+    for j, state in enumerate(states):
+        if not layer.is_recurrent_states_initialized[j]:
+            layer.lazy_initialization(recurrent_states=state, state_idx=j)
+        layer.recurrent_states[j] = _assign(layer.recurrent_states[j], state)
+    layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+
+
+def _assign(old: Tensor, new: Tensor) -> Tensor:
+    """In place, as a compiled decoding step relies on fixed addresses, or a new tensor where autograd might notice."""
+    in_place = not (torch.is_grad_enabled() or old.requires_grad) and old.shape == new.shape
+    if in_place and not torch.compiler.is_compiling():
+        in_place = not old.is_inference() or torch.is_inference_mode_enabled()
+    return old.copy_(new) if in_place else new

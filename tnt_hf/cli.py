@@ -1,0 +1,304 @@
+"""The command line: `tnt COMMAND …`.
+
+Whatever costs time to import is imported by the command that needs it, so `tnt --help` answers at once. A mistake in
+the input ends as one line on standard error with exit status 2; any other exception is a bug and keeps its traceback.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+
+# Commands whose engine comes with a later version: listed, and refused with a clear message.
+LATER = {
+    "convert": "turn a Llama/Qwen/Mistral-style checkpoint into a TNT checkpoint",
+    "verify": "compare a converted checkpoint with its source",
+    "train": "run a recipe",
+    "eval": "evaluate a checkpoint",
+    "push": "upload a checkpoint with its model card",
+    "bench": "measure speed and memory",
+}
+# Fields of the baselines; a test holds them equal to the one-liners in the docstring of TNTConfig.
+PRESETS = {
+    "tnt": {},
+    "titans": {
+        "global_chunk_size": 16,
+        "global_read": "current",
+        "local_chunk_sizes": [],
+        "memory_momentum": True,
+        "memory_decay": True,
+    },
+    "ttt": {
+        "global_chunk_size": 16,
+        "global_read": "current",
+        "local_chunk_sizes": [],
+        "memory_layernorm": True,
+        "memory_residual": True,
+    },
+    "sliding-window-only": {"memory_layers": []},
+    "transformer": {"memory_layers": [], "sliding_window": None},
+    "gated-transformer": {"memory_layers": [], "sliding_window": None, "attention_output_gate": True},
+}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; those in `LATER` are only listed."""
+    parser = argparse.ArgumentParser(prog="tnt", description="TNT test-time memory for Hugging Face Transformers.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    info = commands.add_parser("info", help="parameters, state bytes and FLOPs of a configuration")
+    info.add_argument("config", metavar="CONFIG", help=f"folder, .json or .yaml file, Hub id, or {', '.join(PRESETS)}")
+    info.add_argument("overrides", metavar="FIELD=VALUE", nargs="*", help="any field of TNTConfig, value as in YAML")
+    info.add_argument("--context", type=int, metavar="TOKENS", help="default: max_position_embeddings")
+    info.add_argument("--dtype", choices=ITEMSIZE, help="of the model (default: the configuration's, else float32)")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    info.set_defaults(run=run_info)
+
+    generate = commands.add_parser("generate", help="continue a prompt, printing as it goes")
+    generate.add_argument("model", metavar="MODEL", help="folder or Hub id with weights and tokenizer")
+    generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads standard input")
+    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy decoding")
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int, default=0, help="of sampling")
+    generate.add_argument(
+        "--local-chunk-sizes", type=int, nargs="+", metavar="C", help="one for all or one per memory"
+    )
+    generate.add_argument("--dtype", choices=("auto", *ITEMSIZE), default="auto", help="auto is the checkpoint's")
+    generate.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
+    generate.set_defaults(run=run_generate)
+
+    demo = commands.add_parser("demo", add_help=False, help="train, save, reload and check a small TNT on real text")
+    demo.set_defaults(run=run_demo)
+
+    for name, text in LATER.items():
+        commands.add_parser(name, help=f"{text} (not available in this version)")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command. Returns the exit status: 0, or 2 for a mistake in the input."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in LATER:
+        print(f"tnt {arguments[0]}: not available in this version", file=sys.stderr)
+        return 2
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command != "demo":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
+    try:
+        return options.run(options) or 0
+    except (ValueError, OSError) as error:
+        print(f"tnt {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+# ------------------------------------------------------------------------------------------------------------ tnt info
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer of `tnt info`: parameter counts, and bytes of state and of keys and values per sequence."""
+
+    attention: str
+    memories: list[str]
+    base_parameters: int
+    memory_parameters: int
+    state_bytes: int
+    kv_bytes: int
+
+
+def parse_yaml(text: str):
+    """YAML in which `1e-6` is a number, as in JSON and YAML 1.2; PyYAML reads YAML 1.1, where it is a string."""
+    import re
+
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return yaml.load(text, Loader)
+
+
+def load_config(source: str, overrides: list[str]):
+    """The `TNTConfig` of a preset, a folder or file of fields, or a Hub id, with `FIELD=VALUE` overrides applied.
+
+    Raises:
+        ValueError: for an unknown field, a file that is no mapping, a model of another type, or an invalid value.
+        OSError: if there is no preset, file, folder or Hub repository of that name.
+    """
+    from transformers import PreTrainedConfig
+
+    from tnt_hf import TNTConfig
+
+    path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+    if source in PRESETS:
+        fields = dict(PRESETS[source])
+    elif path.is_file():
+        fields = parse_yaml(path.read_text())  # every JSON file is YAML
+    elif path.suffix or len(path.parts) != 2:
+        raise FileNotFoundError(f"{source!r} is no file, folder, Hub id or preset ({', '.join(PRESETS)})")
+    else:
+        fields, _ = PreTrainedConfig.get_config_dict(source)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{source!r} must hold a mapping of TNTConfig fields, not {type(fields).__name__}")
+    if fields.get("model_type", "tnt") != "tnt":
+        raise ValueError(f"{source!r} has model_type={fields['model_type']!r}; only 'tnt' can be read")
+
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"{override!r} must have the form FIELD=VALUE")
+        fields[name] = parse_yaml(value)
+    known = set(TNTConfig().to_dict())
+    for name in fields:
+        if name not in known and not name.startswith("_"):
+            similar = get_close_matches(name, known, n=1)
+            raise ValueError(
+                f"TNTConfig has no field {name!r}" + (f"; did you mean {similar[0]!r}?" if similar else "")
+            )
+    return TNTConfig.from_dict(fields)
+
+
+def count_parameters(config) -> dict[str, dict[str, int]]:
+    """Parameters counted on the real model: `{place: {"base": n, "memory": n}}`, place "shared" or a layer index.
+
+    "shared" is the embedding, the final norm and the head. The model is built on the meta device, so the size of this
+    machine does not matter; a tied head counts once.
+    """
+    import torch
+
+    from tnt_hf import TNTForCausalLM
+
+    with torch.device("meta"):
+        model = TNTForCausalLM(config)
+    counts = {place: {"base": 0, "memory": 0} for place in ("shared", *map(str, range(config.num_hidden_layers)))}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["model", "layers"]:
+            counts[parts[2]]["memory" if parts[3] == "memory" else "base"] += parameter.numel()
+        else:
+            counts["shared"]["base"] += parameter.numel()
+    return counts
+
+
+def describe(config, context: int, dtype: str) -> dict:
+    """Everything `tnt info` prints: counts, bytes per sequence and FLOPs per decoded token at `context` tokens."""
+    from tnt_hf.costs_tnt import flops_per_token, memory_state_bytes
+
+    counts = count_parameters(config)
+    with_memory = set(config.memory_layer_indices)
+    state_bytes = memory_state_bytes(config, dtype)
+    key_value = 2 * config.num_key_value_heads * config.head_dim * ITEMSIZE[dtype]
+    layers = []
+    for index, kind in enumerate(config.layer_types):
+        has_memory, sliding = index in with_memory, "sliding" in kind
+        has_attention = not (config.variant == "lmm" and has_memory)
+        # The cache keeps one key less than the window: the token being decoded brings its own.
+        keys = min(context, config.sliding_window - 1) if sliding else context
+        attention = f"window {config.sliding_window}" if sliding else "full"
+        layers.append(
+            LayerInfo(
+                attention=attention if has_attention else "none",
+                memories=[memory_label(spec) for spec in config.memory_specs] if has_memory else [],
+                base_parameters=counts[str(index)]["base"],
+                memory_parameters=counts[str(index)]["memory"],
+                state_bytes=state_bytes // len(with_memory) if has_memory else 0,
+                kv_bytes=key_value * keys if has_attention else 0,
+            )
+        )
+    base = sum(count["base"] for count in counts.values())
+    memory = sum(count["memory"] for count in counts.values())
+    return {
+        "context": context,
+        "dtype": dtype,
+        "parameters": {"base": base, "memory": memory, "total": base + memory},
+        "memory_state_bytes": state_bytes,
+        "kv_bytes": sum(layer.kv_bytes for layer in layers),
+        "flops_per_token": flops_per_token(config, context),
+        "layers": [asdict(layer) for layer in layers],
+    }
+
+
+def memory_label(spec) -> str:
+    """A memory in a few characters: `global C=2048` or `local C=8 S=2048`."""
+    return f"{spec.name} C={spec.chunk_size}" + (f" S={spec.reset_interval}" if spec.reset_interval else "")
+
+
+def run_info(options) -> None:
+    """`tnt info`."""
+    config = load_config(options.config, options.overrides)
+    context = config.max_position_embeddings if options.context is None else options.context
+    if context < 1:
+        raise ValueError(f"--context {context}: must be at least 1 token")
+    dtype = options.dtype or str(config.dtype or "float32").removeprefix("torch.")
+    found = describe(config, context, dtype)
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+
+    parameters, flops = (
+        "   ".join(f"{name} {n:,}" for name, n in found[key].items()) for key in ("parameters", "flops_per_token")
+    )
+    print(f"parameters         {parameters}")
+    print(f"memory state       {found['memory_state_bytes']:,} bytes per sequence at any context ({dtype} model)")
+    print(f"keys and values    {found['kv_bytes']:,} bytes per sequence at {context:,} tokens")
+    print(f"FLOPs per token    {flops}   (decoding at {context:,} tokens)")
+    print()
+    table = [("layer", "attention", "base", "memory", "state bytes", "KV bytes", "memories")]
+    for index, layer in enumerate(found["layers"]):
+        numbers = [f"{layer[name]:,}" for name in ("base_parameters", "memory_parameters", "state_bytes", "kv_bytes")]
+        table.append((str(index), layer["attention"], *numbers, ", ".join(layer["memories"]) or "none"))
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for row in table:
+        cells = [cell.rjust(n) if 2 <= i <= 5 else cell.ljust(n) for i, (cell, n) in enumerate(zip(row, widths))]
+        print("  ".join(cells).rstrip())
+
+
+# -------------------------------------------------------------------------------------------------- tnt generate, demo
+
+
+def run_generate(options) -> None:
+    """`tnt generate`: prints the continuation token by token."""
+    import torch
+    from transformers import AutoTokenizer, TextStreamer, set_seed
+
+    from tnt_hf import TNTForCausalLM
+
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
+    if options.temperature < 0:
+        raise ValueError(f"--temperature {options.temperature}: must not be negative")
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = TNTForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(device).eval()
+    if options.local_chunk_sizes:
+        model.set_local_chunk_sizes(options.local_chunk_sizes)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError(f"--prompt {prompt!r}: holds no token")
+    sampling = {"do_sample": False}
+    if options.temperature > 0:
+        sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+    set_seed(options.seed)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model.generate(**inputs, **sampling, max_new_tokens=options.max_new_tokens, streamer=streamer)
+
+
+def run_demo(options) -> int | None:
+    """`tnt demo`: everything after the word goes to the demo itself."""
+    from tnt_hf.recipes.demo import main as demo
+
+    return demo(options.rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

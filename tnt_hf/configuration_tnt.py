@@ -1,0 +1,400 @@
+"""TNTConfig: every choice of a TNT model in typed, validated fields.
+
+Axis legend: C tokens per chunk   S tokens between resets   L layers of the memory network   D memory head width
+This file travels with every pushed checkpoint and imports no sibling.
+"""
+
+import math
+import warnings
+from typing import Any, NamedTuple
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+CHOICES = {
+    "variant": ("mag", "mal", "lmm", "mac"),
+    "qk_projection": ("shard", "chunk", "none"),
+    "global_read": ("chunk_start", "current"),
+    "memory_projections": ("own", "shared"),
+    "memory_activation": ("silu", "gelu"),
+    "memory_decay_target": ("init", "zero"),
+    "memory_lr_scaling": ("none", "train_chunk"),
+    "memory_rule": ("gradient", "omega", "muon"),
+    "memory_feature_map": ("none", "polynomial"),
+    "memory_gate": ("add", "product", "published", "mix"),
+    "memory_implementation": ("auto", "chunk", "naive", "triton"),
+}
+# Names whose engine is not written yet: an explicit choice that cannot be honoured must raise.
+NOT_AVAILABLE = {
+    "variant": ("mac",), "memory_rule": ("omega", "muon"), "memory_feature_map": ("polynomial",),
+    "memory_implementation": ("triton",), "omega_window": range(2, 1 << 62),
+}  # fmt: skip
+AT_LEAST_1 = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+    "num_key_value_heads", "max_position_embeddings", "sliding_window", "global_chunk_size", "local_chunk_sizes",
+    "memory_depth", "local_reset_interval", "memory_num_heads", "memory_head_dim",
+    "memory_train_chunk_sizes", "omega_window",
+)  # fmt: skip
+AT_LEAST_0 = ("num_persistent_tokens", "memory_conv_kernel")
+POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
+LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
+AUTO_MAP = {
+    "AutoConfig": "configuration_tnt.TNTConfig",
+    "AutoModel": "modeling_tnt.TNTModel",
+    "AutoModelForCausalLM": "modeling_tnt.TNTForCausalLM",
+}
+
+
+class MemorySpec(NamedTuple):
+    """One memory of a layer. All share q, k, v and the recurrence; sizes and intervals are in tokens."""
+
+    name: str
+    chunk_size: int
+    reset_interval: int | None
+    read: str
+    query_projection: str
+
+    @property
+    def projection_interval(self) -> int | None:
+        """Tokens between resets of M: Eq. 7 as printed restarts it with every chunk."""
+        return self.chunk_size if self.query_projection == "chunk" else self.reset_interval
+
+
+@strict
+class TNTConfig(PreTrainedConfig):
+    r"""
+    A Llama / Qwen / Mistral superset backbone with test-time memory: TNT (arXiv 2511.07343), Titans (2501.00663).
+
+    | paper | field |
+    |---|---|
+    | C_G, chunk of the global memory | `global_chunk_size` |
+    | {C_i}, chunks of the local memories | `local_chunk_sizes` |
+    | S_L, tokens between local resets | `local_reset_interval` |
+    | q_t M_t, Q-K projection (Eq. 7) | `qk_projection`, `qk_projection_norm` |
+    | f(W, .): L_M layers and their width | `memory_depth`, `memory_expansion` |
+    | theta_t, inner learning rate | `memory_max_lr`, `memory_lr_scaling` |
+    | mu_t, momentum; alpha_t, forgetting | `memory_momentum`; `memory_decay`, `memory_decay_target` |
+    | N_p, persistent tokens; MAG, MAL, LMM | `num_persistent_tokens`; `variant`, `memory_gate` |
+
+    Baselines are one line of configuration of the same classes:
+
+    ```python
+    one_memory = dict(global_chunk_size=16, global_read="current", local_chunk_sizes=[])
+    titans = TNTConfig(**one_memory, memory_momentum=True, memory_decay=True)
+    ttt = TNTConfig(**one_memory, memory_layernorm=True, memory_residual=True)
+    sliding_window_only = TNTConfig(memory_layers=[])
+    transformer = TNTConfig(memory_layers=[], sliding_window=None)
+    gated_transformer = TNTConfig(memory_layers=[], sliding_window=None, attention_output_gate=True)
+    ```
+
+    Args:
+        > Backbone: what is not listed is as in `LlamaConfig`; every RoPE type works.
+
+        attention_bias (`bool`, defaults to `False`): bias on q, k, v and o as in Llama.
+        attention_output_bias (`bool`, *optional*): bias on o; `None` follows `attention_bias`. Qwen2: `True`, `False`.
+        qk_norm (`bool`, defaults to `False`): per-head RMSNorm of q and k before RoPE, as in Qwen3.
+        attention_output_gate (`bool`, defaults to `False`): attention output times sigmoid(W x), before o_proj.
+        sliding_window (`int`, *optional*, defaults to 512): keys a query sees, itself included; `None` is all.
+        layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"` per layer. Those with memory
+            become `"hybrid_sliding"` and `"hybrid"`: so the library's caches keep recurrent states.
+        num_persistent_tokens (`int`, defaults to 0): learned keys and values that every query sees.
+
+        > Which memories, and where. Sizes and intervals are in tokens.
+
+        variant (`str`, defaults to `"mag"`): memory beside attention, `"mal"` a memory layer with attention on its
+            output, `"lmm"` memory only.
+        memory_layers (`list[int]`, *optional*): layers with memory; `None` is all of them, `[]` none.
+        global_chunk_size (`int`, *optional*, defaults to 2048): `None` is no global memory.
+        local_chunk_sizes (`list[int]`, *optional*, defaults to `[8, 16]`): one local memory per entry, `[]` none. No
+            weight depends on it: see [`TNTPreTrainedModel.set_local_chunk_sizes`].
+        local_reset_interval (`int`, `list` or `None`, defaults to 2048): for all or per local memory; `None` is never.
+        allow_memory_gap (`bool`, defaults to `False`): accept S_L that is no multiple of C_G, although tokens before a
+            reset are then visible to no memory.
+        global_read (`str`, defaults to `"chunk_start"`): f(W_xi, q) as in Eq. 5, or `"current"` f(W_t, q).
+        qk_projection (`str`, defaults to `"shard"`): project local queries on the keys since the last reset, since the
+            chunk start (`"chunk"`, Eq. 7 as printed), or `"none"`.
+        qk_projection_norm (`bool`, defaults to `True`): L2-normalise the projected query; the paper does not.
+
+        > The network and its inputs
+
+        memory_num_heads, memory_head_dim (`int`, *optional*): by default `num_key_value_heads` and `head_dim`.
+        memory_projections (`str`, defaults to `"own"`): own q, k, v projections, or `"shared"` with attention.
+        memory_conv_kernel (`int`, *optional*): taps of the causal depthwise convolution on q, k and v, 0 is none;
+            `None` is 4 for own projections and 0 for shared ones.
+        memory_value_norm (`bool`, defaults to `True`): L2-normalise v. memory_depth (`int`, defaults to 2),
+        memory_expansion (`float`, defaults to 1, hidden width over head width), memory_activation (`"silu"` or
+            `"gelu"`), memory_residual, memory_layernorm (`bool`, default `False`): the network f.
+        memory_gate (`str`, defaults to `"add"`): attn + a * 2 sigmoid(W_g x) * norm(m); `"product"` attn *
+            2 sigmoid(W_g norm(m)); `"published"` norm(attn) * sigmoid(norm(m)); `"mix"` (1 - w) attn + w m.
+        memory_gate_init (`float`, *optional*): first a (`"add"`, `None` is 1) or w (`"mix"`, `None` is 0.5).
+
+        > The inner optimiser
+
+        memory_max_lr (`float`, *optional*): theta_t = max_lr * sigmoid(.); `None` is 0.5 at depth 1 and 0.1 beyond.
+        memory_lr_scaling (`str`, defaults to `"none"`): `"train_chunk"` multiplies theta by C^-1/2, with C frozen in
+            `memory_train_chunk_sizes` (one per memory, global first; `None` takes the sizes given here).
+        memory_momentum, memory_decay (`bool`, default `False`), memory_decay_target (`"init"` W_init, or `"zero"`).
+        memory_grad_bound (`float`, *optional*): limit on the norm of each token's inner gradient.
+        memory_rule, omega_window, memory_feature_map: only `"gradient"`, 1 and `"none"` are available yet.
+        memory_implementation (`str`, defaults to `"auto"`): `"chunk"`, `"naive"`, or the fastest available.
+
+    Raises:
+        ValueError: for every invalid value or combination, naming the field and the value.
+    """
+
+    model_type = "tnt"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 4096
+    initializer_range: float | int = 0.02
+    rms_norm_eps: float | int = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_output_bias: bool | None = None
+    mlp_bias: bool = False
+    attention_dropout: float | int = 0.0
+    qk_norm: bool = False
+    attention_output_gate: bool = False
+    sliding_window: int | None = 512
+    layer_types: list[str] | None = None
+    num_persistent_tokens: int = 0
+
+    variant: str = "mag"
+    memory_layers: list[int] | None = None
+    global_chunk_size: int | None = 2048
+    local_chunk_sizes: list[int] | tuple[int, ...] | int | None = None
+    local_reset_interval: int | list[int | None] | None = 2048
+    allow_memory_gap: bool = False
+    global_read: str = "chunk_start"
+    qk_projection: str = "shard"
+    qk_projection_norm: bool = True
+
+    memory_num_heads: int | None = None
+    memory_head_dim: int | None = None
+    memory_projections: str = "own"
+    memory_conv_kernel: int | None = None
+    memory_value_norm: bool = True
+    memory_depth: int = 2
+    memory_expansion: float | int = 1
+    memory_activation: str = "silu"
+    memory_residual: bool = False
+    memory_layernorm: bool = False
+    memory_gate: str = "add"
+    memory_gate_init: float | int | None = None
+
+    memory_max_lr: float | int | None = None
+    memory_lr_scaling: str = "none"
+    memory_train_chunk_sizes: list[int] | None = None
+    memory_momentum: bool = False
+    memory_decay: bool = False
+    memory_decay_target: str = "init"
+    memory_grad_bound: float | int | None = None
+    memory_rule: str = "gradient"
+    omega_window: int = 1
+    memory_feature_map: str = "none"
+    memory_implementation: str = "auto"
+
+    def __post_init__(self, **kwargs):
+        self._check_values()
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                self._fail("num_attention_heads", f"must divide hidden_size={self.hidden_size} without a head_dim")
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        self.memory_num_heads = self.num_key_value_heads if self.memory_num_heads is None else self.memory_num_heads
+        self.memory_head_dim = self.head_dim if self.memory_head_dim is None else self.memory_head_dim
+        if self.memory_conv_kernel is None:
+            self.memory_conv_kernel = 4 if self.memory_projections == "own" else 0
+        if self.memory_max_lr is None:
+            self.memory_max_lr = 0.5 if self.memory_depth == 1 else 0.1
+        if self.memory_gate_init is None:
+            self.memory_gate_init = {"add": 1.0, "mix": 0.5}.get(self.memory_gate)
+        sizes = self.local_chunk_sizes
+        self.local_chunk_sizes = [8, 16] if sizes is None else [sizes] if isinstance(sizes, int) else list(sizes)
+        if self.memory_lr_scaling == "train_chunk" and self.memory_train_chunk_sizes is None:
+            self.memory_train_chunk_sizes = [spec.chunk_size for spec in self.memory_specs]
+        self._resolve_layer_types()
+        # Checked here and not only by `@strict` afterwards, whose errors are no ValueError.
+        self.validate_architecture()
+        super().__post_init__(**kwargs)
+        if (rope_type := self.rope_parameters.get("rope_type")) != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            self._fail("rope_parameters", "must be one flat dict with a rope_type of transformers")
+        self.auto_map = dict(getattr(self, "auto_map", None) or AUTO_MAP)
+
+    def _fail(self, field: str, reason: str, value: Any = None) -> None:
+        raise ValueError(f"TNTConfig.{field}={getattr(self, field) if value is None else value!r}: {reason}.")
+
+    def _check_values(self):
+        """Every field on its own, before anything is derived from it."""
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                self._fail(name, f"must be one of {', '.join(map(repr, choices))}")
+        for name, values in NOT_AVAILABLE.items():
+            if getattr(self, name) in values:
+                self._fail(name, "is not available yet")
+        if self.hidden_act not in ACT2FN:
+            self._fail("hidden_act", "is no activation of transformers")
+        for names, least in ((AT_LEAST_1, 1), (AT_LEAST_0, 0)):
+            for name in names:
+                values = getattr(self, name)
+                for value in values if isinstance(values, (list, tuple)) else [values]:
+                    if value is not None and (isinstance(value, bool) or value < least):
+                        self._fail(name, f"must be an integer of at least {least}")
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not (math.isfinite(value) and value > 0)):
+                self._fail(name, "must be positive and finite")
+        if not 0 <= self.attention_dropout < 1:
+            self._fail("attention_dropout", "must be in [0, 1)")
+        layers = self.memory_layers or []
+        if len(set(layers)) < len(layers) or any(i < 0 or i >= self.num_hidden_layers for i in layers):
+            self._fail("memory_layers", f"must be distinct layer indices in [0, {self.num_hidden_layers})")
+
+    def _resolve_layer_types(self):
+        """`layer_types` from each layer's attention and `memory_layers`; what it returns it also accepts."""
+        types, count = self.layer_types, self.num_hidden_layers
+        if types is None:
+            types = ["full_attention" if self.sliding_window is None else "sliding_attention"] * count
+        if len(types) != count:
+            self._fail("layer_types", f"must have num_hidden_layers={count} entries, has {len(types)}")
+        if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
+            self._fail("layer_types", f"{unknown[0]!r} is not one of {', '.join(map(repr, LAYER_TYPES))}")
+        hybrid = [i for i, kind in enumerate(types) if kind.startswith("hybrid")]
+        if self.memory_layers is None and 0 < len(hybrid) < count:
+            self.memory_layers = hybrid
+        with_memory, self.layer_types = set(self.memory_layer_indices), []
+        for i, kind in enumerate(types):
+            sliding = kind in ("sliding_attention", "hybrid_sliding")
+            if self.variant == "lmm" and i in with_memory:
+                sliding = True  # no keys to keep, only the count of positions: see TNTDecoderLayer
+                self.sliding_window = 1 if self.sliding_window is None else self.sliding_window
+            self.layer_types.append(LAYER_TYPES[(i in with_memory) * 2 + (not sliding)])
+
+    def validate_architecture(self):
+        """Combinations of fields; also run by `@strict` and on saving. Raises `ValueError` naming the field."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            self._fail("num_attention_heads", f"must be a multiple of num_key_value_heads={self.num_key_value_heads}")
+        if any("sliding" in kind for kind in self.layer_types) and self.sliding_window is None:
+            self._fail("sliding_window", "must be set when layer_types contains a sliding layer")
+        if self.memory_layers and not self.memory_specs:
+            self._fail("memory_layers", "needs global_chunk_size or local_chunk_sizes")
+        if self.memory_layer_indices:
+            self._validate_heads()
+            self._validate_combination()
+            self._validate_intervals()
+
+    def _validate_heads(self):
+        query, H, D = self.num_attention_heads * self.head_dim, self.memory_num_heads, self.memory_head_dim
+        if query % D:
+            self._fail("memory_head_dim", f"must divide num_attention_heads * head_dim = {query}")
+        if query // D % H:
+            self._fail("memory_num_heads", f"must divide the {query // D} query rows of memory_head_dim={D}")
+        if self.memory_projections == "shared":
+            if self.variant != "mag":
+                self._fail("memory_projections", f"needs variant='mag', not {self.variant!r}")
+            if H * D != (expected := self.num_key_value_heads * self.head_dim):
+                self._fail("memory_num_heads", f"times memory_head_dim={D} must be the {expected} shared channels")
+        if not float(self.memory_expansion * D).is_integer():
+            self._fail("memory_expansion", f"times memory_head_dim={D} must be a whole number")
+
+    def _validate_combination(self):
+        gate, start = self.memory_gate, self.memory_gate_init
+        if self.variant != "mag" and gate != "add":
+            self._fail("memory_gate", f"joins memory and attention, which variant={self.variant!r} does not")
+        if gate in ("product", "published") and start is not None:
+            self._fail("memory_gate_init", f"has no meaning for memory_gate={gate!r}")
+        if start is not None and not (math.isfinite(start) and (gate == "add" or 0 <= start <= 1)):
+            self._fail("memory_gate_init", "must be finite, and in [0, 1] for 'mix'")
+        if self.memory_projections == "shared" and (gate == "product" or start == 0):
+            zero = f"TNTConfig.memory_projections='shared' with memory_gate={gate!r} starting at zero"
+            warnings.warn(f"{zero}: trained from scratch such a memory hardly wakes, unlike with 'own'.", stacklevel=2)
+        if self.variant == "lmm" and self.num_persistent_tokens:
+            self._fail("num_persistent_tokens", "needs attention, which variant='lmm' has not")
+        if self.memory_train_chunk_sizes is not None and len(self.memory_train_chunk_sizes) != len(self.memory_specs):
+            self._fail("memory_train_chunk_sizes", f"needs one entry for each of {len(self.memory_specs)} memories")
+
+    def _validate_intervals(self):
+        intervals, count, C_G = self.local_reset_interval, len(self.local_chunk_sizes), self.global_chunk_size
+        if isinstance(intervals, list) and len(intervals) != count:
+            self._fail("local_reset_interval", f"needs one entry for each of {count} local memories")
+        windows = [
+            math.inf if self.layer_types[i] == "hybrid" else self.sliding_window for i in self.memory_layer_indices
+        ]
+        window = 0 if self.variant == "lmm" else min(windows)
+        for spec in (spec for spec in self.memory_specs if spec.name == "local"):
+            C, S = spec.chunk_size, spec.reset_interval
+            if S is not None and S % C:
+                self._fail("local_chunk_sizes", f"{C} must divide local_reset_interval={S}")
+            seen = self.global_read == "current" or (self.variant != "lmm" and window >= (C_G or 0))
+            if S and C_G and S % C_G and not (seen or self.allow_memory_gap):
+                gap = f"up to {C_G - math.gcd(S, C_G)} tokens before a reset are visible to no memory"
+                accepted = f"sliding_window >= {C_G}, global_read='current' or allow_memory_gap=True"
+                reason = f"must be a multiple of global_chunk_size={C_G}: {gap}. Accepted with {accepted}"
+                self._fail("local_reset_interval", reason, S)
+
+    @property
+    def memory_layer_indices(self) -> list[int]:
+        """Layers that carry memory, ascending."""
+        if not self.memory_specs:
+            return []
+        return sorted(range(self.num_hidden_layers) if self.memory_layers is None else self.memory_layers)
+
+    @property
+    def memory_specs(self) -> list[MemorySpec]:
+        """The memories of a layer: the global one first (if any), then one per entry of `local_chunk_sizes`."""
+        C_G, sizes, intervals = self.global_chunk_size, self.local_chunk_sizes, self.local_reset_interval
+        intervals = intervals if isinstance(intervals, list) else [intervals] * len(sizes)
+        specs = [] if C_G is None else [MemorySpec("global", C_G, None, self.global_read, "none")]
+        return specs + [MemorySpec("local", C, S, "current", self.qk_projection) for C, S in zip(sizes, intervals)]
+
+    @property
+    def memory_projection_intervals(self) -> list[int | None]:
+        """Reset intervals of the Q-K projections M; memories with the same one share it."""
+        specs = [spec for spec in self.memory_specs if spec.query_projection != "none"]
+        return list(dict.fromkeys(spec.projection_interval for spec in specs))
+
+    @property
+    def memory_weight_shapes(self) -> list[tuple[int, int]]:
+        """`(d_in, d_out)` of the L_M layers of one head's memory network."""
+        D, hidden = self.memory_head_dim, int(self.memory_expansion * self.memory_head_dim)
+        widths = [D, *[hidden] * (self.memory_depth - 1), D]
+        return list(zip(widths[:-1], widths[1:]))
+
+    @property
+    def number_of_conv_states(self) -> int:
+        """State slots a hybrid layer's cache needs (the library's name): see `memory_state_shapes` in costs_tnt."""
+        copies = sum(1 + (spec.chunk_size > 1) + self.memory_momentum for spec in self.memory_specs)
+        return copies * self.memory_depth + len(self.memory_projection_intervals) + 1
+
+
+_strict_setattr = TNTConfig.__setattr__
+
+
+def _setattr(self, name, value):
+    try:
+        _strict_setattr(self, name, value)
+    except StrictDataclassFieldValidationError as error:  # is no ValueError, which this package promises
+        raise ValueError(f"TNTConfig.{name}={value!r}: {error.__cause__}") from error
+
+
+TNTConfig.__setattr__ = _setattr
+
+__all__ = ["MemorySpec", "TNTConfig"]

@@ -1,0 +1,804 @@
+"""TNTModel and TNTForCausalLM: a Llama / Qwen / Mistral superset backbone whose layers carry test-time memories.
+
+Axis legend
+    B batch   T tokens of this call   Hq attention query heads   Hkv key/value heads   P persistent tokens
+    Q = Hq * head_dim channels before o_proj
+
+A layer of `variant="mag"` (Titans MAG), `x` its normed input, m the sum of all memories (TNT Eq. 15):
+
+    y = o_proj(combine(attention(x), m(x)))        h = h + y        h = h + mlp(norm(h))
+
+The memory sees only valid tokens of its own document, in their own order ("memory time"): padding, packing and the way
+a prompt is split over calls do not change a number. Base tensors carry Llama's names, everything of the memory lives
+under `model.layers.N.memory` (branch_tnt).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, QuantizedCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .branch_tnt import (
+    TNTCausalConv,
+    TNTGateLinear,
+    TNTInitialWeights,
+    TNTMemory,
+    TNTMemoryGate,
+    TNTMemoryUnit,
+    TNTRMSNorm,
+    document_starts,
+    wide,
+)
+from .cache_tnt import TNTCache
+from .configuration_tnt import TNTConfig
+
+
+@dataclass
+class TNTModelOutputWithPast(BaseModelOutputWithPast):
+    """`BaseModelOutputWithPast` and, with `output_surprise=True`, `surprise`: per memory layer the inner loss
+    1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B, T]` float32, mean over memories and heads."""
+
+    surprise: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class TNTCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """`CausalLMOutputWithPast` and, with `output_surprise=True`, `surprise` as in [`TNTModelOutputWithPast`]."""
+
+    surprise: tuple[Tensor, ...] | None = None
+
+
+# ------------------------------------------------------------------------------------------------------------ backbone
+
+
+class TNTRotaryEmbedding(nn.Module):
+    """cos and sin `[B, T, rotary width]` of the positions, for every RoPE type of the library."""
+
+    def __init__(self, config: TNTConfig):
+        super().__init__()
+        self.max_seq_len_cached = config.max_position_embeddings
+        self.original_max_seq_len = config.max_position_embeddings
+        self.config = config
+        self.rope_type = config.rope_parameters["rope_type"]
+        rope_init_fn: Callable = self.compute_default_rope_parameters
+        if self.rope_type != "default":
+            rope_init_fn = ROPE_INIT_FUNCTIONS[self.rope_type]
+        inv_freq, self.attention_scaling = rope_init_fn(config)
+        self.inv_freq = nn.Buffer(inv_freq, persistent=False)
+        self.original_inv_freq = nn.Buffer(inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: TNTConfig, **kwargs) -> tuple[Tensor, float]:
+        """Inverse frequencies `[rotary width / 2]` of the original RoPE, and its attention scaling of 1."""
+        width = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponent = torch.arange(0, width, 2, dtype=torch.float) / width
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponent), 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        # Relative positions must survive an offset by padding, so a float64 model needs float64 angles.
+        dtype = wide(x.dtype)
+        freqs = position_ids[..., None].to(dtype) * self.inv_freq.to(device=x.device, dtype=dtype)
+        emb = torch.cat((freqs, freqs), dim=-1)
+        cos, sin = emb.cos() * self.attention_scaling, emb.sin() * self.attention_scaling
+        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x` `[B, heads, T, head_dim]`; with a partial rotary factor only its first channels."""
+    cos, sin, width = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
+    if width == x.shape[-1]:
+        return (x * cos) + (_rotate_half(x) * sin)
+    rotated, rest = x[..., :width], x[..., width:]
+    return torch.cat(((rotated * cos) + (_rotate_half(rotated) * sin), rest), dim=-1)
+
+
+class TNTMLP(nn.Module):
+    """SwiGLU feed-forward, as in Llama."""
+
+    def __init__(self, config: TNTConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
+    """`[B, Hkv, T, head_dim]` to `[B, Hkv * n_rep, T, head_dim]`, every head next to its copies."""
+    return x if n_rep == 1 else x.repeat_interleave(n_rep, dim=1)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention spelled out, returning its weights as well. `attention_mask` is additive."""
+    key, value = repeat_kv(key, module.num_key_value_groups), repeat_kv(value, module.num_key_value_groups)
+    weights = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        weights = weights + attention_mask
+    weights = F.softmax(weights, dim=-1, dtype=wide(query.dtype)).to(query.dtype)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+class TNTAttention(nn.Module):
+    """Grouped-query attention over a window or everything and P persistent keys; the memory joins before o_proj."""
+
+    def __init__(self, config: TNTConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.sliding_window = config.sliding_window if "sliding" in config.layer_types[layer_idx] else None
+
+        query, key_value = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_value, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_value, bias=config.attention_bias)
+        output_bias = config.attention_bias if config.attention_output_bias is None else config.attention_output_bias
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=output_bias)
+        if config.qk_norm:
+            self.q_norm = TNTRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = TNTRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        if config.attention_output_gate:
+            self.gate_proj = nn.Linear(config.hidden_size, query, bias=False)
+        if config.num_persistent_tokens:
+            shape = (config.num_key_value_heads, config.num_persistent_tokens, self.head_dim)
+            self.persistent_keys = nn.Parameter(torch.empty(shape))
+            self.persistent_values = nn.Parameter(torch.empty(shape))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        memory: "TNTMemory | None" = None,
+        memory_inputs: dict[str, Any] | None = None,
+        valid: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[Tensor, Tensor | None]:
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query, key, value = (
+            proj(hidden_states).view(hidden_shape) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if memory is not None:
+            shared = tuple(x.flatten(-2) for x in (query, key, value)) if memory.shared else None
+            memory_output, _ = memory(hidden_states, shared, past_key_values, **memory_inputs)
+
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        query, key = (apply_rotary_pos_emb(x, *position_embeddings) for x in (query, key))
+        if past_key_values is not None:
+            # Our own layers use `valid` to keep a window of valid tokens, the library's ignore it.
+            key, value = past_key_values.update(key, value, self.layer_idx, valid=valid)
+            if self.sliding_window == 1:  # the library's dynamic layer never drops anything at a window of 1
+                key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]
+        if self.config.num_persistent_tokens:
+            key = torch.cat([self.persistent_keys.to(key.dtype).expand(len(key), -1, -1, -1), key], dim=2)
+            value = torch.cat([self.persistent_values.to(value.dtype).expand(len(value), -1, -1, -1), value], dim=2)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        if self.config.attention_output_gate:
+            attn_output = attn_output * torch.sigmoid(self.gate_proj(hidden_states))
+        if memory is not None:
+            attn_output = memory.gate(attn_output, memory_output, hidden_states)
+        return self.o_proj(attn_output), attn_weights
+
+
+# --------------------------------------------------------------------------------------------------------------- block
+
+
+class TNTDecoderLayer(GradientCheckpointingLayer):
+    """One block: `"mag"` memory beside attention, `"mal"` memory before attention, `"lmm"` memory in its place."""
+
+    def __init__(self, config: TNTConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.variant = config.variant if layer_idx in config.memory_layer_indices else None
+        if self.variant != "lmm":
+            self.self_attn = TNTAttention(config, layer_idx)
+        if self.variant is not None:
+            self.memory = TNTMemory(config, layer_idx)
+        self.mlp = TNTMLP(config)
+        self.input_layernorm = TNTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = TNTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        memory_inputs: dict[str, Any] | None = None,
+        past_key_values: Cache | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Tensor:
+        if self.variant == "mal":
+            hidden_states = hidden_states + self._memory_layer(
+                self.memory.input_layernorm(hidden_states), past_key_values, memory_inputs
+            )
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        if self.variant == "lmm":
+            if past_key_values is not None:
+                # Keys of no width: nothing is stored, but the cache goes on counting positions.
+                empty = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 0)
+                past_key_values.update(empty, empty, self.layer_idx)
+            hidden_states = self._memory_layer(hidden_states, past_key_values, memory_inputs)
+        else:
+            hidden_states, _ = self.self_attn(
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                memory=self.memory if self.variant == "mag" else None,
+                memory_inputs=memory_inputs,
+                valid=memory_inputs["mask"],
+                **kwargs,
+            )
+        hidden_states = residual + hidden_states
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    def _memory_layer(self, x: Tensor, past_key_values: Cache | None, memory_inputs: dict[str, Any]) -> Tensor:
+        memory_output, _ = self.memory(x, None, past_key_values, **memory_inputs)
+        return self.memory.o_proj(self.memory.gate(None, memory_output, x))
+
+
+# ------------------------------------------------------------------------------------------- masks, documents, checks
+
+
+def build_masks(
+    config: TNTConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Cache | None,
+    segment_ids: Tensor | None = None,
+) -> dict[str, Any]:
+    """
+    One mask per kind of attention, as its implementation wants it, plus `"memory"`: `[B, T]` bool of this call's valid
+    tokens, or `None` if all are. (The library's own function makes a full causal one for `"hybrid_sliding"`.)
+    """
+    T, P, implementation = inputs_embeds.shape[1], config.num_persistent_tokens, config._attn_implementation
+    if P and implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"num_persistent_tokens={P} needs attn_implementation 'sdpa' or 'eager', not {implementation!r}."
+        )
+    if attention_mask is not None and attention_mask.ndim != 2 and config.memory_layer_indices:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: memory layers need a 2-D mask [B, past + T] of"
+            " valid tokens (or the dict of TNTForCausalLM.create_masks_for_generate)."
+        )
+    masks: dict[str, Any] = {"memory": None}
+    if attention_mask is not None and attention_mask.ndim == 2:
+        memory_mask = attention_mask[:, -T:].to(torch.bool)
+        if torch.compiler.is_compiling():
+            masks["memory"] = memory_mask
+        elif not bool(memory_mask.all()):
+            masks["memory"] = memory_mask
+            if past_key_values is not None:
+                past_key_values.holds_padding = True
+    padded = masks["memory"] is not None or getattr(past_key_values, "holds_padding", False)
+    by_valid_tokens = padded and implementation in ("sdpa", "eager") and not torch.compiler.is_compiling()
+    by_valid_tokens = by_valid_tokens and isinstance(past_key_values, TNTCache | None)
+    same_document = None
+    if segment_ids is not None:
+
+        def same_document(batch_idx, head_idx, q_idx, kv_idx):
+            return segment_ids[batch_idx, q_idx] == segment_ids[batch_idx, kv_idx]
+
+    memory_only = set(config.memory_layer_indices) if config.variant == "lmm" else set()
+    for i, kind in enumerate(config.layer_types):
+        name = "sliding_attention" if "sliding" in kind else "full_attention"
+        if i in memory_only or name in masks:
+            continue
+        if name == "sliding_attention" and by_valid_tokens:
+            cached = 0 if past_key_values is None else past_key_values.cached_window(i)
+            mask = _valid_window_mask(attention_mask, T, cached, config.sliding_window, segment_ids)
+            if implementation == "eager":
+                mask = torch.where(mask, 0.0, torch.finfo(inputs_embeds.dtype).min).to(inputs_embeds.dtype)
+        else:
+            create = create_sliding_window_causal_mask if name == "sliding_attention" else create_causal_mask
+            mask = create(
+                config=config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=None,
+                and_mask_function=same_document,
+                layer_idx=i,
+                allow_is_causal_skip=not P,
+            )
+        if P:
+            mask = F.pad(mask, (P, 0), value=True if mask.dtype == torch.bool else 0.0)
+        masks[name] = mask
+    return masks
+
+
+def _valid_window_mask(mask: Tensor, T: int, cached: int, window: int, segment_ids: Tensor | None) -> Tensor:
+    """
+    `[B, 1, T, cached + T]` bool: which keys a query sees if `window` counts valid tokens, so that padding between two
+    parts of a conversation changes nothing. `mask` `[B, past + T]`; the cache holds the last `cached` valid tokens.
+    """
+    mask = mask.to(torch.bool)
+    past, new = mask[:, :-T].sum(1, keepdim=True), mask[:, -T:]
+    place = past + new.cumsum(1) - 1
+    earlier = past - cached + torch.arange(cached, device=mask.device)
+    distance = place[:, :, None] - torch.cat([earlier, place], 1)[:, None]
+    seen = (distance >= 0) & (distance < window) & torch.cat([earlier >= 0, new], 1)[:, None]
+    if segment_ids is not None:
+        seen &= segment_ids[:, :, None] == segment_ids[:, None]
+    return seen[:, None]
+
+
+def document_ids(
+    position_ids: Tensor | None, mask: Tensor | None, batch: int, length: int, kwargs: dict[str, Any]
+) -> Tensor | None:
+    """
+    `[B, T]` int64 that changes where a packed row starts a new document, or `None` if no row does: from `seq_idx`,
+    `cu_seq_lens_q` (one row), or `position_ids` that do not increase from one valid token to the next.
+    """
+    if (seq_idx := kwargs.get("seq_idx")) is not None:
+        ids = seq_idx.to(torch.long).expand(batch, -1)
+    elif (ends := kwargs.get("cu_seq_lens_q")) is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seq_lens_q needs one packed row, input_ids has {batch}.")
+        ids = torch.bucketize(torch.arange(length, device=ends.device), ends[1:].to(torch.long), right=True)[None]
+    elif position_ids is None or length == 1:
+        return None
+    else:
+        ids = document_starts(position_ids.expand(batch, -1), mask, torch.le).cumsum(1)
+    if not torch.compiler.is_compiling() and bool((ids == ids[:, :1]).all()):
+        return None
+    return ids
+
+
+def _default_positions(
+    config: TNTConfig, position_ids: Tensor, attention_mask: Tensor | None, segment_ids: Tensor | None
+) -> Tensor:
+    """
+    Positions `[1 or B, T]` when none are given: those of the base models, except that padding between valid tokens is not
+    counted. With persistent keys, which are not rotated, they count from the document's first token.
+    """
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        valid = attention_mask.to(torch.bool)
+        place = valid.long().cumsum(1) - 1
+        if not config.num_persistent_tokens:
+            place = place + valid.long().argmax(1, keepdim=True)  # padding in front counts, as in the base models
+        T = position_ids.shape[1]
+        position_ids = torch.where(valid[:, -T:], place[:, -T:], position_ids)
+    if segment_ids is not None and config.num_persistent_tokens:
+        starts = document_starts(segment_ids, None, torch.ne)
+        position_ids = position_ids - torch.where(starts, position_ids, 0).cummax(1).values
+    return position_ids
+
+
+def check_cache(cache: Any, config: TNTConfig) -> None:
+    """
+    Refuse what cannot hold a memory, before any compute.
+
+    Raises:
+        ValueError: `past_key_values` is no cache, an offloaded or quantized one, a config-less `DynamicCache()`, or
+            one made for another number of layers or other chunk sizes.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"past_key_values must be a transformers Cache such as TNTCache(config), got {type(cache).__name__}."
+        )
+    if not config.memory_layer_indices:
+        return
+    hint = "use TNTCache(model.config)"
+    if cache.offloading:
+        raise ValueError(f"past_key_values: offloading=True does not move the memory's state; {hint}.")
+    if isinstance(cache, QuantizedCache):
+        raise ValueError(f"past_key_values: {type(cache).__name__} keeps no memory state; {hint}.")
+    if cache.layer_class_to_replicate is not None:
+        raise ValueError(
+            f"past_key_values: {type(cache).__name__}() without config has no place for the memory's state; {hint}."
+        )
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"past_key_values has {len(cache.layers)} layers, num_hidden_layers={config.num_hidden_layers}; {hint}."
+        )
+    sizes = config.local_chunk_sizes
+    if isinstance(cache, TNTCache):
+        if cache.fingerprint["local_chunk_sizes"] != sizes:
+            cache.adapt(config)
+    elif (filled_with := getattr(cache, "local_chunk_sizes", None)) is None:
+        cache.local_chunk_sizes = sizes
+    elif filled_with != sizes:
+        raise ValueError(f"local_chunk_sizes: the cache was filled with {filled_with}, the model has {sizes}; {hint}.")
+    slots = config.number_of_conv_states
+    for i in config.memory_layer_indices:
+        layer = cache.layers[i]
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            raise ValueError(
+                f"past_key_values: layer {i} is a {type(layer).__name__}, which keeps no memory state; {hint}."
+            )
+        if layer.number_of_states != slots:
+            raise ValueError(
+                f"past_key_values: layer {i} has {layer.number_of_states} state slots, but"
+                f" local_chunk_sizes={config.local_chunk_sizes} needs {slots}; {hint}."
+            )
+
+
+def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, length: int) -> None:
+    """
+    A cached conversation goes on only if every token in it is known to be valid or padding.
+
+    Raises:
+        ValueError: `attention_mask` has not one column per cached and new token, or is missing although the cache
+            holds padding.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if not (past := int(past)):
+        cache.holds_padding = False
+    elif isinstance(attention_mask, Tensor):
+        if attention_mask.ndim == 2 and attention_mask.shape[1] != past + length:
+            raise ValueError(
+                f"attention_mask has {attention_mask.shape[1]} columns, but past_key_values holds {past} tokens and"
+                f" {length} are new: it must cover all {past + length}."
+            )
+    elif attention_mask is None and getattr(cache, "holds_padding", False):
+        raise ValueError(
+            f"attention_mask is None, but some of the {past} tokens in past_key_values are padding: pass the mask of"
+            f" all {past + length} tokens."
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+class TNTPreTrainedModel(PreTrainedModel):
+    """Weight initialisation and the two-stage controls shared by all TNT models."""
+
+    config: TNTConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TNTDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _is_stateful = True
+    _keep_in_fp32_modules_strict = ["memory.memories", "memory.gate.scale"]
+    _can_record_outputs = {
+        "hidden_states": TNTDecoderLayer,
+        "attentions": TNTAttention,
+        "surprise": OutputRecorder(TNTMemory, index=1),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, TNTInitialWeights):
+            for i, weight in enumerate(module):
+                # A linear memory starts empty; a deep one needs gradients to flow and a read-out that starts near 0.
+                last = 0.1 if i == len(module) - 1 else 1.0
+                init.normal_(weight, std=0.0 if len(module) == 1 else last * weight.shape[1] ** -0.5)
+        elif isinstance(module, TNTGateLinear):
+            if module.zero_weight:
+                init.zeros_(module.weight)
+            if module.bias is not None:
+                init.constant_(module.bias, module.bias_start)
+        elif isinstance(module, TNTCausalConv):
+            identity = F.pad(torch.ones_like(module.weight[..., :1]), (module.kernel_size[0] - 1, 0))
+            init.copy_(module.weight, identity + std * torch.randn_like(module.weight))
+        elif isinstance(module, TNTMemoryUnit) and module.norm_weight is not None:
+            init.ones_(module.norm_weight)
+            init.zeros_(module.norm_bias)
+        elif isinstance(module, TNTMemoryGate):
+            if module.kind == "add":
+                init.constant_(module.scale, module.start)
+            elif module.kind == "mix":
+                init.constant_(module.weight, module.start)
+        elif isinstance(module, TNTAttention) and self.config.num_persistent_tokens:
+            init.normal_(module.persistent_keys, std=std)
+            init.normal_(module.persistent_values, std=std)
+
+    def set_local_chunk_sizes(self, sizes: int | list[int]) -> None:
+        """
+        Change the chunk sizes of the local memories (tokens), one for all or one each. `[1]` is stage 2. No weight
+        depends on them.
+
+        Raises:
+            ValueError: the number of sizes does not fit, or a size does not divide its `local_reset_interval`.
+        """
+        old, count = self.config.local_chunk_sizes, len(self.config.local_chunk_sizes)
+        new = [sizes] if isinstance(sizes, int) else list(sizes)
+        new = new * count if len(new) == 1 else new
+        if not count or len(new) != count or any(isinstance(C, bool) or not isinstance(C, int) or C < 1 for C in new):
+            raise ValueError(
+                f"local_chunk_sizes={sizes!r}: needs one positive integer, or one for each of {count} local memories."
+            )
+        self.config.local_chunk_sizes = new
+        try:
+            self.config.validate_architecture()
+        except ValueError:
+            self.config.local_chunk_sizes = old
+            raise
+
+    def freeze_for_stage2(self) -> int:
+        """
+        Leave only the local memories (W_init and gates) trainable.
+
+        Returns:
+            Number of trainable parameters.
+        """
+        names = [spec.name for spec in self.config.memory_specs]
+        self.requires_grad_(False)
+        for module in self.modules():
+            if isinstance(module, TNTMemory):
+                for name, unit in zip(names, module.memories):
+                    unit.requires_grad_(name == "local")
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+class TNTModel(TNTPreTrainedModel):
+    """The decoder stack, returning the last hidden states."""
+
+    def __init__(self, config: TNTConfig):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList([TNTDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = TNTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = TNTRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        output_surprise: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TNTModelOutputWithPast:
+        r"""
+        Args:
+            input_ids: `[B, T]`, or `inputs_embeds` `[B, T, hidden]`.
+            attention_mask: `[B, past + T]` of all tokens so far, 0 = padding; or the dict of [`build_masks`].
+            position_ids: `[B, T]`; positions that restart inside a row start a new document (packing).
+            past_key_values: [`TNTCache`], or the library's dynamic or static cache made with this config.
+            output_surprise: also return `surprise`, per memory layer `[B, T]`.
+
+        Raises:
+            ValueError: both or none of `input_ids` and `inputs_embeds`; a cache that cannot hold a memory; a mask that
+                does not cover the cached tokens; packing together with a cache.
+        """
+        if (input_ids is None) ^ (inputs_embeds is not None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        B, T = inputs_embeds.shape[:2]
+        past = 0
+        if past_key_values is not None:
+            check_cache(past_key_values, self.config)
+            past = past_key_values.get_seq_length()
+            check_continuation(past_key_values, attention_mask, past, T)
+
+        segment_ids = None
+        if past_key_values is None or not torch.compiler.is_compiling():
+            known = attention_mask.get("memory") if isinstance(attention_mask, dict) else attention_mask
+            known = known[:, -T:].to(torch.bool) if known is not None and known.ndim == 2 else None
+            segment_ids = document_ids(position_ids, known, B, T, kwargs)
+        if segment_ids is not None and past_key_values is not None:
+            raise ValueError(
+                "position_ids restart inside a row (packed documents) while past_key_values is given: a cache holds"
+                " one document per row."
+            )
+        if use_cache and past_key_values is None and segment_ids is None:
+            past_key_values = TNTCache(self.config)
+
+        if position_ids is None:
+            position_ids = (torch.arange(T, device=inputs_embeds.device) + past).unsqueeze(0)
+            position_ids = _default_positions(self.config, position_ids, attention_mask, segment_ids)
+        masks = attention_mask
+        if not isinstance(masks, dict):
+            masks = build_masks(self.config, inputs_embeds, attention_mask, past_key_values, segment_ids)
+        output_surprise = bool(
+            getattr(self.config, "output_surprise", False) if output_surprise is None else output_surprise
+        )
+        memory_inputs = {"mask": masks.get("memory"), "segment_ids": segment_ids, "output_surprise": output_surprise}
+
+        hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+        for kind, layer in zip(self.config.layer_types, self.layers):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=masks.get("sliding_attention" if "sliding" in kind else "full_attention"),
+                memory_inputs=memory_inputs,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                **kwargs,
+            )
+        hidden_states = self.norm(hidden_states)
+        return TNTModelOutputWithPast(
+            last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None
+        )
+
+
+class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
+    """[`TNTModel`] with a language modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: TNTConfig):
+        super().__init__(config)
+        self.model = TNTModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TNTCausalLMOutputWithPast:
+        r"""
+        Arguments of [`TNTModel.forward`] and
+
+        Args:
+            labels: `[B, T]`, shifted inside; -100 is ignored. `num_items_in_batch` reaches the loss.
+            logits_to_keep: compute logits of the last tokens only, 0 = all.
+        """
+        outputs: TNTModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return TNTCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            surprise=outputs.surprise,
+        )
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: TNTConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """Masks of a compiled decoding step, see [`build_masks`]."""
+        check_cache(past_key_values, config)
+        check_continuation(past_key_values, attention_mask, past_key_values.get_seq_length(), inputs_embeds.shape[1])
+        return build_masks(config, inputs_embeds, attention_mask, past_key_values)
+
+    def _get_static_cache_init_shape(self):
+        # The memory-only variant keeps keys of no width, which the cache learns from its first update.
+        return None if self.config.variant == "lmm" else super()._get_static_cache_init_shape()
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        """[`TNTCache`] by default; what cannot hold a memory is refused here, before any compute."""
+        kind, cache = generation_config.cache_implementation, model_kwargs.get("past_key_values")
+        if self.config.memory_layer_indices and kind is not None and ("offloaded" in kind or kind == "quantized"):
+            raise ValueError(f"cache_implementation={kind!r} keeps no memory state; use None, 'dynamic' or 'static'.")
+        if cache is not None:
+            check_cache(cache, self.config)
+            mask, past = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
+            # `generate` drops a mask of ones and keeps its length
+            columns = getattr(generation_config, "_mask_length", past + 1) if mask is None else mask.shape[1]
+            if 0 < past >= columns:
+                raise ValueError(
+                    f"attention_mask has {columns} columns, past_key_values holds {past} tokens already: to go"
+                    " on from a cache pass the whole conversation as input_ids, or only the new tokens with an"
+                    " attention_mask of all tokens."
+                )
+        elif kind in (None, "dynamic") and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = TNTCache(self.config)
+            return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+
+class TNTForSequenceClassification(GenericForSequenceClassification, TNTPreTrainedModel):
+    """[`TNTModel`] with a sequence classification head on the last token."""
+
+
+class TNTForTokenClassification(GenericForTokenClassification, TNTPreTrainedModel):
+    """[`TNTModel`] with a token classification head."""
+
+
+class TNTForQuestionAnswering(GenericForQuestionAnswering, TNTPreTrainedModel):
+    """[`TNTModel`] with a span extraction head."""
+
+
+__all__ = [
+    "TNTForCausalLM",
+    "TNTForQuestionAnswering",
+    "TNTForSequenceClassification",
+    "TNTForTokenClassification",
+    "TNTModel",
+    "TNTPreTrainedModel",
+    "TNTModelOutputWithPast",
+    "TNTCausalLMOutputWithPast",
+]
