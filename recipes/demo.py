@@ -100,9 +100,11 @@ def reload(checkpoint: Path, tokenizer, held_out, expected: list, seed: int) -> 
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from tnt_hf import TNTForCausalLM  # the first name of the package registers the model with the Auto classes
 
+    logging.disable_progress_bar()
     torch.set_num_threads(1)  # as in the process that trained it: the order of a sum depends on the number of threads
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     logits, tokens = probe(model, held_out)

@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tnt_hf.recipes.data import IGNORED, Recall
 
@@ -133,8 +134,9 @@ def fit(model, samples: list[dict], steps: int, batch_size: int, lr: float, plan
                     )
 
     losses: list[float] = []
+    scratch = TemporaryDirectory()  # Trainer insists on a folder and makes it, although nothing is saved
     arguments = TrainingArguments(
-        output_dir="unused",
+        output_dir=scratch.name,
         max_steps=steps,
         per_device_train_batch_size=batch_size,
         learning_rate=lr,
@@ -199,6 +201,7 @@ class Job:
 
         torch.set_num_threads(1)  # jobs share the cores, and results do not depend on how many there are
         logging.set_verbosity_error()
+        logging.disable_progress_bar()
         self.name, self.reports, self.seconds = name, reports, {}
 
     @contextmanager

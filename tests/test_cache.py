@@ -218,6 +218,14 @@ def test_chunk_sizes_do_not_change_inside_a_chunk():
     assert go_on(model, TNTCache(model.config), tokens(1, 1)).isfinite().all()
 
 
+def test_a_reset_cache_is_empty_for_any_chunk_size():
+    model, ids = tiny_model(), tokens(1, 9)
+    cache = filled(model, tokens(1, 23))
+    cache.reset()
+    model.set_local_chunk_sizes([1, 1])
+    assert torch.equal(go_on(model, cache, ids), go_on(model, TNTCache(model.config), ids))
+
+
 def test_one_unchanged_memory_keeps_its_chunk():
     """[2, 4] -> [1, 4] at time 22 is inside the second memory's chunk, which goes on as if nothing had happened."""
     model, ids = tiny_model(local_chunk_sizes=[2, 4]), tokens(1, 22)

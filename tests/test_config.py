@@ -8,7 +8,7 @@ import pytest
 from tiny import MODES, TINY, tiny_config
 from transformers import AutoConfig
 
-from tnt_hf import TNTConfig, flops_per_token, memory_state_bytes
+from tnt_hf import TNTConfig, TNTForCausalLM, flops_per_token, memory_state_bytes
 from tnt_hf.costs_tnt import memory_state_shapes
 
 
@@ -35,6 +35,19 @@ def test_round_trip(changes, tmp_path):
         assert type(again) is TNTConfig and again.to_diff_dict() == config.to_diff_dict()
         assert again.memory_layer_indices == config.memory_layer_indices
     assert TNTConfig(**config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_overrides_on_loading_are_resolved_and_validated(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    config = TNTConfig.from_pretrained(tmp_path, memory_layers=[0], local_chunk_sizes=4, sliding_window=8)
+    assert config.layer_types == ["hybrid_sliding", "sliding_attention"] and config.local_chunk_sizes == [4]
+    with pytest.raises(ValueError, match=r"local_chunk_sizes=\[3\]"):
+        TNTConfig.from_pretrained(tmp_path, local_chunk_sizes=[3])
+    with pytest.raises(ValueError, match="memory_gate='loud'"):
+        AutoConfig.from_pretrained(tmp_path, memory_gate="loud")
+    config.local_chunk_sizes = [5]
+    with pytest.raises(ValueError, match=r"local_chunk_sizes=\[5\]"):
+        TNTForCausalLM(config)
 
 
 def test_layer_types_and_memory_layers():

@@ -67,7 +67,15 @@ def test_future_tokens_change_nothing(changes):
 def test_any_split_equals_the_full_forward(changes):
     model, ids = tiny_model(**changes), tokens(2, 37)
     full = model(ids, use_cache=False).logits
-    for cuts in ([20], [1], [7, 8, 9], [16, 17, 33], [5, *range(6, 37)], list(range(1, 37))):
+    for cuts in (
+        [20],
+        [1],
+        [7, 8, 9],
+        [16, 17, 33],
+        [8, 11, 12, 16, 19, 20, 24, 27],
+        [5, *range(6, 37)],
+        list(range(1, 37)),
+    ):
         close(pieces(model, ids, cuts)[0], full)
 
 
@@ -183,6 +191,15 @@ def test_packing_and_a_cache_exclude_each_other():
         model(tokens(2, 4), cu_seq_lens_q=torch.tensor([0, 2, 8]))
 
 
+@torch.no_grad()
+def test_the_chunked_memory_equals_the_paper_text():
+    for changes in (MODES["default"], MODES["momentum and forgetting"], MODES["Eq. 7 as printed"]):
+        chunk, naive = tiny_model(**changes), tiny_model(**changes, memory_implementation="naive")
+        ids, mask = left_padded([tokens(31), tokens(18)])
+        logits = (model(ids, attention_mask=mask).logits[mask.bool()] for model in (chunk, naive))
+        close(*logits)
+
+
 # ------------------------------------------------------------------------------------------------------------ generate
 
 
@@ -281,6 +298,8 @@ def test_continuation_needs_the_whole_mask():
         model(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match="past_key_values"):
         model(ids, past_key_values="a cache")
+    with pytest.raises(ValueError, match="create_masks_for_generate"):
+        model(ids, attention_mask={"sliding_attention": None})
     with pytest.raises(ValueError, match="exactly one"):
         model()
 
@@ -339,6 +358,7 @@ def test_outputs():
     close(model(ids, logits_to_keep=3).logits, output.logits[:, -3:])
     plain = model(ids, return_dict=False)
     assert isinstance(plain, tuple) and torch.equal(plain[0], model(ids).logits)
+    assert model(ids, labels=ids, output_surprise=True).surprise is not None
     base = model.model(ids, output_surprise=True)
     assert torch.equal(base.surprise[1], output.surprise[1])
 
@@ -379,7 +399,7 @@ def test_state_and_weights_stay_float32_in_half_precision(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_training_step():
     torch._dynamo.reset()
-    model, ids = tiny_model(torch.float32).train(), tokens(2, 24)
+    model, ids = tiny_model(torch.float32, num_hidden_layers=1).train(), tokens(2, 24)
     gradients = []
     for step in (model, torch.compile(model, backend="aot_eager")):
         model.zero_grad()
@@ -396,7 +416,7 @@ def test_compiled_decoding_is_one_graph():
     from transformers import StaticCache
 
     torch._dynamo.reset()
-    model, ids = tiny_model(torch.float32), tokens(2, 24)
+    model, ids = tiny_model(torch.float32, num_hidden_layers=1), tokens(2, 24)
     full = model(ids, use_cache=False).logits
     cache = StaticCache(model.config, max_cache_len=24)
     model(ids[:, :9], past_key_values=cache, use_cache=True)

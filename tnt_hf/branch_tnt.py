@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .cache_tnt import LayerState
+from .cache_tnt import LayerState, StateLayout
 from .configuration_tnt import MemorySpec, TNTConfig
 from .memory_tnt import MemoryState, memory_chunkwise, project_queries
 
@@ -80,8 +80,15 @@ class TNTMemoryUnit(nn.Module):
 
     def __init__(self, config: TNTConfig):
         super().__init__()
-        self.config = config
         H, D = config.memory_num_heads, config.memory_head_dim
+        self.max_lr, self.eps = config.memory_max_lr, config.rms_norm_eps
+        self.options = {
+            "activation": config.memory_activation,
+            "residual": config.memory_residual,
+            "decay_target": config.memory_decay_target,
+            "grad_bound": config.memory_grad_bound,
+            "implementation": "chunk" if config.memory_implementation == "auto" else config.memory_implementation,
+        }
         self.weights = TNTInitialWeights(
             [nn.Parameter(torch.empty(H, *shape)) for shape in config.memory_weight_shapes]
         )
@@ -111,36 +118,31 @@ class TNTMemoryUnit(nn.Module):
         Returns:
             o `[B, T, n, D]`, the state, the surprise `[B, T, H]`; the latter two `None` if not asked for.
         """
-        config = self.config
 
         def gate(proj: nn.Linear | None) -> Tensor | None:
             return None if proj is None else torch.sigmoid(proj(hidden_states.to(proj.weight.dtype)).to(q.dtype))
 
-        layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, config.rms_norm_eps)
+        layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)
         result = memory_chunkwise(
             q,
             k,
             v,
-            config.memory_max_lr * lr_scale * gate(self.lr_proj),
+            self.max_lr * lr_scale * gate(self.lr_proj),
             list(self.weights),
             momentum=gate(self.momentum_proj),
             decay=gate(self.decay_proj),
             chunk_size=spec.chunk_size,
             reset_interval=spec.reset_interval,
             read=spec.read,
-            activation=config.memory_activation,
-            residual=config.memory_residual,
             layernorm=layernorm,
-            decay_target=config.memory_decay_target,
-            grad_bound=config.memory_grad_bound,
-            implementation="chunk" if config.memory_implementation == "auto" else config.memory_implementation,
+            **self.options,
             **options,
         )
         return result if options["output_surprise"] else (*result, None)
 
 
 class TNTMemoryGate(nn.Module):
-    """How memory joins attention, on the `[B, T, Q]` layout before o_proj (DESIGN: `memory_gate`)."""
+    """How memory joins attention, on the `[B, T, Q]` layout before o_proj: `memory_gate` of [`TNTConfig`]."""
 
     def __init__(self, config: TNTConfig):
         super().__init__()
@@ -180,6 +182,7 @@ class TNTMemory(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.shared = config.memory_projections == "shared"
+        self.value_norm, self.head_dim = config.memory_value_norm, config.memory_head_dim
         H, D = config.memory_num_heads, config.memory_head_dim
         self.channels = (config.num_attention_heads * config.head_dim, H * D, H * D)
         if not self.shared:
@@ -203,6 +206,7 @@ class TNTMemory(nn.Module):
         hidden_states: Tensor,
         shared: tuple[Tensor, Tensor, Tensor] | None = None,
         past_key_values: Cache | None = None,
+        layout: StateLayout | None = None,
         mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         output_surprise: bool = False,
@@ -211,13 +215,15 @@ class TNTMemory(nn.Module):
         Args:
             hidden_states: `[B, T, hidden]`, the normed input of the layer.
             shared: the attention's q `[B, T, Q]`, k, v `[B, T, Hkv * head_dim]` before RoPE, with shared projections.
+            layout: of the state, `StateLayout.of(config)` by default.
             mask: `[B, T]` bool, `False` = absent. segment_ids: `[B, T]` int, a change starts a new document.
 
         Returns:
             m `[B, T, Q]` in the dtype of `hidden_states` and the surprise `[B, T]` or `None`.
         """
-        config, dtype = self.config, wide(hidden_states.dtype)
-        state = None if past_key_values is None else LayerState.read(past_key_values, self.layer_idx, config)
+        layout = StateLayout.of(self.config) if layout is None else layout
+        dtype, keep = wide(hidden_states.dtype), past_key_values is not None
+        state = LayerState.read(past_key_values, self.layer_idx, layout) if keep else None
         q, k, v = (
             (proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)) if shared is None else shared
         )
@@ -229,25 +235,23 @@ class TNTMemory(nn.Module):
             q, k, v = qkv.split(self.channels, -1)
 
         with torch.autocast(hidden_states.device.type, enabled=False):
-            q, k, v = (x.to(dtype).unflatten(-1, (-1, config.memory_head_dim)) for x in (q, k, v))
+            q, k, v = (x.to(dtype).unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
             q, k = (F.normalize(F.silu(x), dim=-1) for x in (q, k))
-            v = F.normalize(v, dim=-1) if config.memory_value_norm else v
+            v = F.normalize(v, dim=-1) if self.value_norm else v
             o, new_state, surprise = self._remember(
-                hidden_states, q, k, v, state, past_key_values is not None, mask, segment_ids, output_surprise
+                hidden_states, q, k, v, layout, state, keep, mask, segment_ids, output_surprise
             )
             o = o if self.norm is None else self.norm(o)
-        if past_key_values is not None:
+        if keep:
             new_state.conv = conv
-            new_state.write(past_key_values, self.layer_idx, config)
+            new_state.write(past_key_values, self.layer_idx, layout)
         return o.flatten(-2).to(hidden_states.dtype), surprise
 
-    def _remember(
-        self, hidden_states, q, k, v, state: LayerState | None, keep: bool, mask, segment_ids, output_surprise
-    ):
+    def _remember(self, hidden_states, q, k, v, layout, state, keep, mask, segment_ids, output_surprise):
         """Sum of all memories `[B, T, n, D]` (TNT Eq. 15), the new state and the mean surprise."""
-        config, specs = self.config, self.config.memory_specs
+        config = self.config
         queries, projections = {}, {}
-        for interval in config.memory_projection_intervals:
+        for interval in layout.intervals:
             queries[interval], projections[interval] = project_queries(
                 q,
                 k,
@@ -259,7 +263,7 @@ class TNTMemory(nn.Module):
                 output_final_state=keep,
             )
         total, states, surprises = 0, [], []
-        for i, (spec, unit) in enumerate(zip(specs, self.memories)):
+        for i, (spec, unit) in enumerate(zip(layout.specs, self.memories)):
             scaled = config.memory_lr_scaling == "train_chunk"
             o, memory_state, surprise = unit(
                 hidden_states,
@@ -305,9 +309,8 @@ class TNTMemory(nn.Module):
             documents = document_starts(segment_ids, mask, torch.ne).cumsum(1)
             place = place + documents * self.taps
             length += int(documents.max()) * self.taps
-        target = torch.where(mask, place, length)[..., None].expand(
-            -1, -1, C
-        )  # absent tokens share a slot nobody reads
+        # Absent tokens share a slot nobody reads.
+        target = torch.where(mask, place, length)[..., None].expand(-1, -1, C)
         row = torch.cat([tail.transpose(1, 2), x.new_zeros(B, length + 1 - self.taps, C)], 1).scatter(1, target, x)
         y = self._depthwise(row[:, :length].transpose(1, 2)).transpose(1, 2)
         y = y.gather(1, (place - self.taps).clamp_min(0)[..., None].expand(-1, -1, C)) * mask[..., None]

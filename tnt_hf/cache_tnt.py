@@ -19,7 +19,8 @@ adds correct batch operations, sessions on disk, and a check of the chunk sizes 
 
 import json
 from collections.abc import Callable
-from typing import Any
+from os import PathLike
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,7 +36,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from .configuration_tnt import TNTConfig
+from .configuration_tnt import MemorySpec, TNTConfig
 from .costs_tnt import memory_state_shapes
 from .memory_tnt import MemoryState
 
@@ -70,10 +71,12 @@ class _StatefulBatch:
 
 
 class _ValidWindow:
-    """A window of valid tokens: `valid` `[B, T]` bool marks those among the new ones, padding leaves the window first."""
+    """A window of valid tokens: `valid` `[B, T]` bool marks those among the new ones, padding leaves it first."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, valid: Tensor | None = None, **kwargs):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if keys.shape[2] > 2 * self.sliding_window:  # a slice would keep the whole prompt in memory
+            self.keys, self.values = self.keys.clone(), self.values.clone()
         keep = min(self.sliding_window - 1, keys.shape[2])
         if valid is not None:
             earlier = valid.new_ones(len(valid), keys.shape[2] - valid.shape[1])
@@ -164,7 +167,7 @@ class TNTCache(DynamicCache):
         old_sizes, sizes = self.fingerprint["local_chunk_sizes"], new["local_chunk_sizes"]
         if len(old_sizes) != len(sizes):
             raise ValueError(f"local_chunk_sizes: the cache was filled with {old_sizes}, the model has {sizes}.")
-        if config.qk_projection == "chunk" and any(x.recurrent_states[0] is not None for x in self._memory_layers()):
+        if config.qk_projection == "chunk" and any(layer.has_previous_state[0] for layer in self._memory_layers()):
             raise ValueError(
                 f"local_chunk_sizes: the cache was filled with {old_sizes}, the model has {sizes}, and"
                 " qk_projection='chunk' depends on it."
@@ -173,8 +176,9 @@ class TNTCache(DynamicCache):
         names = [name for name, _ in memory_state_shapes(old_config) if name != "conv"]
         wanted = [name for name, _ in memory_state_shapes(config) if name != "conv"]
         for layer in self._memory_layers():
-            states = dict.fromkeys(wanted) | dict(zip(names, layer.recurrent_states.values()))
-            if states["time"] is not None:
+            states = dict.fromkeys(wanted)
+            if layer.has_previous_state[0]:
+                states |= dict(zip(names, layer.recurrent_states.values()))
                 _require_boundary(states["time"], old_config, config)
                 for i, (was, now) in enumerate(zip(old_config.memory_specs, config.memory_specs)):
                     for n in range(config.memory_depth if was.chunk_size != now.chunk_size else 0):
@@ -185,7 +189,7 @@ class TNTCache(DynamicCache):
     def _memory_layers(self) -> list[LinearAttentionCacheLayerMixin]:
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | PathLike) -> None:
         """Write the session to a safetensors file: a conversation's memory, resumable in another process."""
         tensors = {name: x.detach().cpu().contiguous().clone() for name, x in self._tensors().items()}
         lengths = [getattr(layer, "cumulative_length", None) for layer in self.layers]
@@ -197,7 +201,7 @@ class TNTCache(DynamicCache):
         save_file(tensors, path, metadata=metadata)
 
     @classmethod
-    def load(cls, path: str, config: TNTConfig, device: str | torch.device = "cpu") -> "TNTCache":
+    def load(cls, path: str | PathLike, config: TNTConfig, device: str | torch.device = "cpu") -> "TNTCache":
         """
         Read a session written by [`TNTCache.save`] for a model with `config`.
 
@@ -295,6 +299,20 @@ def _compare(stored: dict[str, Any], current: dict[str, Any], ignore: tuple[str,
 # ------------------------------------------------------------------------------ states of a layer, for any cache class
 
 
+class StateLayout(NamedTuple):
+    """Which state tensors a memory layer has, in order; made once per forward, as attributes of a config are slow."""
+
+    specs: list[MemorySpec]
+    intervals: list[int | None]
+    depth: int
+    momentum: bool
+
+    @classmethod
+    def of(cls, config: TNTConfig) -> "StateLayout":
+        intervals = config.memory_projection_intervals
+        return cls(config.memory_specs, intervals, config.memory_depth, config.memory_momentum)
+
+
 class LayerState:
     """What a memory layer reads from and writes to a cache.
 
@@ -311,7 +329,7 @@ class LayerState:
         self.conv, self.memories, self.projections, self.time = conv, memories, projections, time
 
     @classmethod
-    def read(cls, cache: Cache, layer_idx: int, config: TNTConfig) -> "LayerState | None":
+    def read(cls, cache: Cache, layer_idx: int, layout: StateLayout) -> "LayerState | None":
         """The state of layer `layer_idx`, or `None` before its first token."""
         layer = cache.layers[layer_idx]
         if not layer.has_previous_state[0]:
@@ -320,25 +338,25 @@ class LayerState:
         keep = torch.clone if torch.is_grad_enabled() else (lambda x: x)
         flat = [keep(layer.recurrent_states[j]) for j in range(layer.number_of_states)]
         conv = None if layer.conv_states[0] is None else keep(layer.conv_states[0])
-        time, depth, take = flat.pop(), config.memory_depth, iter(flat)
+        time, take = flat.pop(), iter(flat)
 
         def layers() -> list[Tensor]:
-            return [next(take) for _ in range(depth)]
+            return [next(take) for _ in range(layout.depth)]
 
         memories = []
-        for spec in config.memory_specs:
+        for spec in layout.specs:
             weights = layers()
             start = layers() if spec.chunk_size > 1 else weights
-            memories.append(MemoryState(weights, start, layers() if config.memory_momentum else None, None, time))
-        projections = {interval: next(take) for interval in config.memory_projection_intervals}
+            memories.append(MemoryState(weights, start, layers() if layout.momentum else None, None, time))
+        projections = {interval: next(take) for interval in layout.intervals}
         return cls(conv, memories, projections, time)
 
-    def write(self, cache: Cache, layer_idx: int, config: TNTConfig) -> None:
+    def write(self, cache: Cache, layer_idx: int, layout: StateLayout) -> None:
         """Store the state in layer `layer_idx` of the cache."""
         flat = []
-        for spec, memory in zip(config.memory_specs, self.memories):
+        for spec, memory in zip(layout.specs, self.memories):
             flat += [*memory.weights, *(memory.chunk_weights if spec.chunk_size > 1 else []), *(memory.momentum or [])]
-        flat += [self.projections[interval] for interval in config.memory_projection_intervals]
+        flat += [self.projections[interval] for interval in layout.intervals]
         _store(cache.layers[layer_idx], self.conv, [*flat, self.time])
 
 
@@ -347,7 +365,8 @@ def _store(layer: LinearAttentionCacheLayerMixin, conv: Tensor | None, states: l
         if not layer.is_conv_states_initialized[0]:
             layer.lazy_initialization(conv_states=conv, state_idx=0)
         layer.conv_states[0] = _assign(layer.conv_states[0], conv)
-    for j, state in enumerate(states):
+    # Backwards: W_xi may have become what lies in the slot of W_t, which must not be overwritten before.
+    for j, state in reversed(list(enumerate(states))):
         if not layer.is_recurrent_states_initialized[j]:
             layer.lazy_initialization(recurrent_states=state, state_idx=j)
         layer.recurrent_states[j] = _assign(layer.recurrent_states[j], state)

@@ -39,7 +39,6 @@ AT_LEAST_1 = (
     "memory_depth", "local_reset_interval", "memory_num_heads", "memory_head_dim",
     "memory_train_chunk_sizes", "omega_window",
 )  # fmt: skip
-AT_LEAST_0 = ("num_persistent_tokens", "memory_conv_kernel")
 POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
 AUTO_MAP = {
@@ -137,8 +136,8 @@ class TNTConfig(PreTrainedConfig):
         memory_max_lr (`float`, *optional*): theta_t = max_lr * sigmoid(.); `None` is 0.5 at depth 1 and 0.1 beyond.
         memory_lr_scaling (`str`, defaults to `"none"`): `"train_chunk"` multiplies theta by C^-1/2, with C frozen in
             `memory_train_chunk_sizes` (one per memory, global first; `None` takes the sizes given here).
-        memory_momentum, memory_decay (`bool`, default `False`), memory_decay_target (`"init"` W_init, or `"zero"`).
-        memory_grad_bound (`float`, *optional*): limit on the norm of each token's inner gradient.
+        memory_momentum, memory_decay (`bool`, default `False`), memory_decay_target (`"init"` W_init, or `"zero"`),
+        memory_grad_bound (`float`, *optional*, limit on the norm of each token's inner gradient).
         memory_rule, omega_window, memory_feature_map: only `"gradient"`, 1 and `"none"` are available yet.
         memory_implementation (`str`, defaults to `"auto"`): `"chunk"`, `"naive"`, or the fastest available.
 
@@ -175,7 +174,6 @@ class TNTConfig(PreTrainedConfig):
     sliding_window: int | None = 512
     layer_types: list[str] | None = None
     num_persistent_tokens: int = 0
-
     variant: str = "mag"
     memory_layers: list[int] | None = None
     global_chunk_size: int | None = 2048
@@ -185,7 +183,6 @@ class TNTConfig(PreTrainedConfig):
     global_read: str = "chunk_start"
     qk_projection: str = "shard"
     qk_projection_norm: bool = True
-
     memory_num_heads: int | None = None
     memory_head_dim: int | None = None
     memory_projections: str = "own"
@@ -198,7 +195,6 @@ class TNTConfig(PreTrainedConfig):
     memory_layernorm: bool = False
     memory_gate: str = "add"
     memory_gate_init: float | int | None = None
-
     memory_max_lr: float | int | None = None
     memory_lr_scaling: str = "none"
     memory_train_chunk_sizes: list[int] | None = None
@@ -213,18 +209,16 @@ class TNTConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         self._check_values()
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 self._fail("num_attention_heads", f"must divide hidden_size={self.hidden_size} without a head_dim")
             self.head_dim = self.hidden_size // self.num_attention_heads
-        self.memory_num_heads = self.num_key_value_heads if self.memory_num_heads is None else self.memory_num_heads
-        self.memory_head_dim = self.head_dim if self.memory_head_dim is None else self.memory_head_dim
-        if self.memory_conv_kernel is None:
-            self.memory_conv_kernel = 4 if self.memory_projections == "own" else 0
-        if self.memory_max_lr is None:
-            self.memory_max_lr = 0.5 if self.memory_depth == 1 else 0.1
+        self.memory_num_heads = self.memory_num_heads or self.num_key_value_heads
+        self.memory_head_dim = self.memory_head_dim or self.head_dim
+        taps = self.memory_conv_kernel
+        self.memory_conv_kernel = {"own": 4, "shared": 0}[self.memory_projections] if taps is None else taps
+        self.memory_max_lr = self.memory_max_lr or (0.5 if self.memory_depth == 1 else 0.1)
         if self.memory_gate_init is None:
             self.memory_gate_init = {"add": 1.0, "mix": 0.5}.get(self.memory_gate)
         sizes = self.local_chunk_sizes
@@ -239,6 +233,12 @@ class TNTConfig(PreTrainedConfig):
             self._fail("rope_parameters", "must be one flat dict with a rope_type of transformers")
         self.auto_map = dict(getattr(self, "auto_map", None) or AUTO_MAP)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """Overrides take part in the construction, so that they are resolved and validated with the rest."""
+        fields = kwargs.keys() & cls.__dataclass_fields__.keys() - {"dtype"}
+        return super().from_dict(config_dict | {name: kwargs.pop(name) for name in fields}, **kwargs)
+
     def _fail(self, field: str, reason: str, value: Any = None) -> None:
         raise ValueError(f"TNTConfig.{field}={getattr(self, field) if value is None else value!r}: {reason}.")
 
@@ -252,7 +252,7 @@ class TNTConfig(PreTrainedConfig):
                 self._fail(name, "is not available yet")
         if self.hidden_act not in ACT2FN:
             self._fail("hidden_act", "is no activation of transformers")
-        for names, least in ((AT_LEAST_1, 1), (AT_LEAST_0, 0)):
+        for names, least in ((AT_LEAST_1, 1), (("num_persistent_tokens", "memory_conv_kernel"), 0)):
             for name in names:
                 values = getattr(self, name)
                 for value in values if isinstance(values, (list, tuple)) else [values]:

@@ -50,7 +50,7 @@ from .branch_tnt import (
     document_starts,
     wide,
 )
-from .cache_tnt import TNTCache
+from .cache_tnt import StateLayout, TNTCache
 from .configuration_tnt import TNTConfig
 
 
@@ -315,6 +315,9 @@ def build_masks(
     """
     One mask per kind of attention, as its implementation wants it, plus `"memory"`: `[B, T]` bool of this call's valid
     tokens, or `None` if all are. (The library's own function makes a full causal one for `"hybrid_sliding"`.)
+
+    Padding between two parts of a conversation takes no room in the window of a [`TNTCache`]; in the library's own
+    caches it does, as in the base models.
     """
     T, P, implementation = inputs_embeds.shape[1], config.num_persistent_tokens, config._attn_implementation
     if P and implementation not in ("sdpa", "eager"):
@@ -353,7 +356,8 @@ def build_masks(
             cached = 0 if past_key_values is None else past_key_values.cached_window(i)
             mask = _valid_window_mask(attention_mask, T, cached, config.sliding_window, segment_ids)
             if implementation == "eager":
-                mask = torch.where(mask, 0.0, torch.finfo(inputs_embeds.dtype).min).to(inputs_embeds.dtype)
+                lowest = torch.finfo(inputs_embeds.dtype).min
+                mask = torch.zeros_like(mask, dtype=inputs_embeds.dtype).masked_fill(~mask, lowest)
         else:
             create = create_sliding_window_causal_mask if name == "sliding_attention" else create_causal_mask
             mask = create(
@@ -414,8 +418,8 @@ def _default_positions(
     config: TNTConfig, position_ids: Tensor, attention_mask: Tensor | None, segment_ids: Tensor | None
 ) -> Tensor:
     """
-    Positions `[1 or B, T]` when none are given: those of the base models, except that padding between valid tokens is not
-    counted. With persistent keys, which are not rotated, they count from the document's first token.
+    Positions `[1 or B, T]` when none are given: those of the base models, except that padding between valid tokens is
+    not counted. With persistent keys, which are not rotated, they count from the document's first token.
     """
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
         valid = attention_mask.to(torch.bool)
@@ -600,6 +604,7 @@ class TNTModel(TNTPreTrainedModel):
 
     def __init__(self, config: TNTConfig):
         super().__init__(config)
+        config.validate_architecture()  # its fields may have changed since it was made
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -639,6 +644,12 @@ class TNTModel(TNTPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         B, T = inputs_embeds.shape[:2]
+        if isinstance(attention_mask, Tensor):
+            attention_mask = attention_mask.to(inputs_embeds.device)
+        elif isinstance(attention_mask, dict) and "memory" not in attention_mask:
+            raise ValueError(
+                f"attention_mask has the keys {list(attention_mask)}: make it with create_masks_for_generate."
+            )
         past = 0
         if past_key_values is not None:
             check_cache(past_key_values, self.config)
@@ -667,7 +678,12 @@ class TNTModel(TNTPreTrainedModel):
         output_surprise = bool(
             getattr(self.config, "output_surprise", False) if output_surprise is None else output_surprise
         )
-        memory_inputs = {"mask": masks.get("memory"), "segment_ids": segment_ids, "output_surprise": output_surprise}
+        memory_inputs = {
+            "layout": StateLayout.of(self.config),
+            "mask": masks.get("memory"),
+            "segment_ids": segment_ids,
+            "output_surprise": output_surprise,
+        }
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -42,6 +43,13 @@ try:
     suite = transformers_suite.load(str(TINY_MODELS))
 except transformers_suite.SuiteUnavailableError as error:
     pytest.skip(f"Transformers' own tests were NOT run: {error}", allow_module_level=True)
+
+
+HAS_GENERATION = suite.source.has(transformers_suite.GENERATION_TESTS)
+GENERATION_IS_MISSING = (
+    "Transformers' GenerationTesterMixin was NOT run: the sdist of transformers does not carry "
+    f"tests/generation/test_utils.py; name a checkout's tests folder in {transformers_suite.ENVIRONMENT_VARIABLE}"
+)
 
 
 def setUpModule():
@@ -90,6 +98,7 @@ class TNTModelTester:
     num_key_value_heads = 2
     type_sequence_label_size = 2
     num_labels = 3
+    padding_side = "right"  # as the stock testers
 
     def __init__(self, parent, **changes):
         self.parent = parent
@@ -99,12 +108,14 @@ class TNTModelTester:
         return small_config(**self.changes)
 
     def prepare_config_and_inputs_for_common(self):
-        """A configuration and `input_ids`, `attention_mask` [B, T]: padded on the right, as the stock testers do."""
+        """A configuration with `input_ids` and `attention_mask`, both `[B, T]` int64."""
         config = self.get_config()
         # No special tokens: several mixin tests derive a mask from them.
         input_ids = torch.randint(3, config.vocab_size, (self.batch_size, self.seq_length))
         lengths = torch.linspace(1, self.seq_length, self.batch_size).long()
         attention_mask = (torch.arange(self.seq_length) < lengths[:, None]).long()
+        if self.padding_side == "left":
+            attention_mask = attention_mask.flip(1)
         return config, {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def prepare_config_and_inputs_for_model_class(self, model_class):
@@ -125,6 +136,8 @@ class TNTCacheChecks:
                 # The dynamic layer keeps the W - 1 keys that the next query can still see.
                 length = min(length, config.sliding_window - (0 if static else 1))
             expected = (batch_size, config.num_key_value_heads, length, config.head_dim)
+            if config.variant == "lmm":
+                expected = (batch_size, 1, length, 0)  # no attention: keys of no width count the positions
             self.assertEqual(tuple(layer.keys.shape), expected)
             self.assertEqual(tuple(layer.values.shape), expected)
             if kind.startswith("hybrid"):
@@ -154,13 +167,14 @@ class TNTCacheChecks:
         self.assertEqual(len(attentions), output_length - prompt_length)
         for step, layers in enumerate(attentions):
             queries = 1 if cache is not None and step > 0 else prompt_length + step
-            self.assertEqual(len(layers), config.num_hidden_layers)
-            for attention, kind in zip(layers, config.layer_types):
+            self.assertEqual(len(layers), 0 if config.variant == "lmm" else config.num_hidden_layers)
+            for i, (attention, kind) in enumerate(zip(layers, config.layer_types)):
                 keys = prompt_length + step
-                if isinstance(cache, StaticCache):
-                    keys = cache.get_max_length(config.layer_types.index(kind))
-                elif "sliding" in kind and cache is not None and step > 0:
+                if "sliding" in kind and cache is not None and step > 0:
                     keys = min(keys, config.sliding_window)
+                elif "sliding" not in kind and isinstance(cache, StaticCache):
+                    keys = cache.layers[i].max_cache_len
+                keys += config.num_persistent_tokens
                 self.assertEqual(tuple(attention.shape), (batch_size, config.num_attention_heads, queries, keys))
 
 
@@ -195,15 +209,58 @@ class TNTModelTest(
         self.model_tester = TNTModelTester(self)
         self.config_tester = suite.configuration.ConfigTester(self, config_class=TNTConfig, hidden_size=32)
 
+    # `_init_weights` covers every weight; the mixin would skip a file without a copyright year as an old model.
+    test_can_init_all_missing_weights_before_2023 = True
+
     def test_config(self):
         self.config_tester.run_common_tests()
 
+    # The mixin skips packing for every stateful model, because most leak state between documents. TNT does not.
+    def test_eager_padding_matches_padding_free_with_position_ids(self):
+        self.check_packing("eager")
 
-@pytest.mark.skipif(
-    suite.source.has(transformers_suite.GENERATION_TESTS), reason="the generation mixin ran: the source has it"
-)
-def test_generation_mixin_is_missing():
-    pytest.skip(
-        "Transformers' GenerationTesterMixin was NOT run: the sdist of transformers does not carry "
-        f"tests/generation/test_utils.py; name a checkout's tests folder in {transformers_suite.ENVIRONMENT_VARIABLE}"
-    )
+    def test_sdpa_padding_matches_padding_free_with_position_ids(self):
+        self.check_packing("sdpa")
+
+    def check_packing(self, attn_implementation):
+        if not HAS_GENERATION:
+            self.skipTest(GENERATION_IS_MISSING)
+        with mock.patch.object(TNTForCausalLM, "_is_stateful", False):
+            self.attention_mask_padding_matches_padding_free_with_position_ids(attn_implementation)
+
+
+if HAS_GENERATION:
+
+    class HarshGeneration(TNTCacheChecks, suite.generation.GenerationTesterMixin):
+        """The generation mixin with weights of std 0.3, prompts that end inside every chunk, and eleven new tokens."""
+
+        all_model_classes = all_generative_model_classes = (TNTForCausalLM,)
+        has_attentions = True
+        max_new_tokens = 11
+        changes: dict = {}
+
+        def setUp(self):
+            self.model_tester = TNTModelTester(self, initializer_range=0.3, **self.changes)
+            self.model_tester.seq_length = 37
+            # What generate() asks for. Padding on the right is then a gap between the prompt and what follows, which
+            # takes room in the window of the library's static cache (as for every model) and none in TNTCache.
+            self.model_tester.padding_side = "left"
+
+        def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
+            return suite.common.ModelTesterMixin._prepare_for_class(self, inputs_dict, model_class, return_labels)
+
+    def harsh(changes):
+        """A test class for one configuration; slow, because `TNTModelTest` runs the same tests on the default one."""
+        return pytest.mark.slow(type("TNTHarshGeneration", (HarshGeneration, unittest.TestCase), {"changes": changes}))
+
+    TNTHarshDefaultTest = harsh({})
+    TNTHarshLinearTest = harsh({"memory_depth": 1, "memory_momentum": True, "memory_decay": True})
+    TNTHarshPublishedTest = harsh({"memory_gate": "published", "num_persistent_tokens": 3})
+    TNTHarshSharedTest = harsh({"memory_projections": "shared", "memory_conv_kernel": 3, "qk_projection": "chunk"})
+    TNTHarshMalTest = harsh({"variant": "mal"})
+    TNTHarshLmmTest = harsh({"variant": "lmm"})
+
+else:
+
+    def test_generation_mixin_is_missing():
+        pytest.skip(GENERATION_IS_MISSING)
