@@ -28,7 +28,7 @@ MODES = {
     "window and full attention": {"layer_types": ["sliding_attention", "full_attention"]},
     "mal": {"variant": "mal"},
     "lmm": {"variant": "lmm"},
-    "shared projections": {"memory_projections": "shared", "qk_norm": True},
+    "shared projections": {"memory_projections": "shared", "qk_norm": True, "memory_feature_map": "identity"},
     "product": {"memory_gate": "product"},
     "published": {"memory_gate": "published"},
     "mix": {"memory_gate": "mix"},

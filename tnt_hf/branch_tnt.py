@@ -236,7 +236,9 @@ class TNTMemory(nn.Module):
 
         with torch.autocast(hidden_states.device.type, enabled=False):
             q, k, v = (x.to(dtype).unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-            q, k = (F.normalize(F.silu(x), dim=-1) for x in (q, k))
+            if self.config.memory_feature_map == "silu":
+                q, k = F.silu(q), F.silu(k)
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
             v = F.normalize(v, dim=-1) if self.value_norm else v
             o, new_state, surprise = self._remember(
                 hidden_states, q, k, v, layout, state, keep, mask, segment_ids, output_surprise

@@ -47,8 +47,8 @@ FINGERPRINT = (
     "variant", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "layer_types", "sliding_window", "num_persistent_tokens", "global_chunk_size", "local_chunk_sizes",
     "local_reset_interval", "global_read", "qk_projection", "qk_projection_norm", "memory_num_heads",
-    "memory_head_dim", "memory_projections", "memory_conv_kernel", "memory_value_norm", "memory_depth",
-    "memory_expansion", "memory_activation", "memory_residual", "memory_layernorm", "memory_momentum",
+    "memory_head_dim", "memory_projections", "memory_conv_kernel", "memory_value_norm", "memory_feature_map",
+    "memory_depth", "memory_expansion", "memory_activation", "memory_residual", "memory_layernorm", "memory_momentum",
     "memory_decay", "memory_decay_target",
 )  # fmt: skip
 

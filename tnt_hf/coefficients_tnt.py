@@ -118,8 +118,8 @@ def _last_row(theta: Tensor, mu: Tensor | None, keep: Tensor | None, present: Te
 
 
 def chunk_coefficients(theta, mu, keep, present, current: bool) -> Coef:
-    """The coefficients of P chunks from theta, mu, keep = 1 - alpha and present, each `[P, C]` (the latter three may be
-    `None`), for reads "current" (all rows) or "chunk_start" (the last)."""
+    """The coefficients of P chunks from theta, mu, keep = 1 - alpha and present, each `[P, C]` (the latter three may
+    be `None`), for reads "current" (all rows) or "chunk_start" (the last)."""
     if mu is None and keep is None:
         return Coef(theta)
     c, A, D, s_end, m_end = (_AllRows.apply if current else _last_row)(theta, mu, keep, present)

@@ -24,20 +24,20 @@ CHOICES = {
     "memory_decay_target": ("init", "zero"),
     "memory_lr_scaling": ("none", "train_chunk"),
     "memory_rule": ("gradient", "omega", "muon"),
-    "memory_feature_map": ("none", "polynomial"),
+    "memory_feature_map": ("silu", "identity", "polynomial"),
     "memory_gate": ("add", "product", "published", "mix"),
     "memory_implementation": ("auto", "chunk", "naive", "triton"),
 }
 # Names whose engine is not written yet: an explicit choice that cannot be honoured must raise.
 NOT_AVAILABLE = {
-    "variant": ("mac",), "memory_rule": ("omega", "muon"), "memory_feature_map": ("polynomial",),
-    "memory_implementation": ("triton",), "omega_window": range(2, 1 << 62),
+    "variant": ("mac",), "memory_rule": ("omega", "muon"), "omega_window": range(2, 1 << 62),
+    "memory_feature_map": ("polynomial",), "memory_implementation": ("triton",),
 }  # fmt: skip
 AT_LEAST_1 = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
     "num_key_value_heads", "max_position_embeddings", "sliding_window", "global_chunk_size", "local_chunk_sizes",
-    "memory_depth", "local_reset_interval", "memory_num_heads", "memory_head_dim",
-    "memory_train_chunk_sizes", "omega_window",
+    "memory_depth", "local_reset_interval", "memory_num_heads", "memory_head_dim", "memory_train_chunk_sizes",
+    "omega_window",
 )  # fmt: skip
 POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
@@ -124,6 +124,7 @@ class TNTConfig(PreTrainedConfig):
         memory_projections (`str`, defaults to `"own"`): own q, k, v projections, or `"shared"` with attention.
         memory_conv_kernel (`int`, *optional*): taps of the causal depthwise convolution on q, k and v, 0 is none;
             `None` is 4 for own projections and 0 for shared ones.
+        memory_feature_map (`str`, defaults to `"silu"`): of q and k before their L2 norm, or `"identity"`.
         memory_value_norm (`bool`, defaults to `True`): L2-normalise v. memory_depth (`int`, defaults to 2),
         memory_expansion (`float`, defaults to 1, hidden width over head width), memory_activation (`"silu"` or
             `"gelu"`), memory_residual, memory_layernorm (`bool`, default `False`): the network f.
@@ -138,8 +139,7 @@ class TNTConfig(PreTrainedConfig):
             `memory_train_chunk_sizes` (one per memory, global first; `None` takes the sizes given here).
         memory_momentum, memory_decay (`bool`, default `False`), memory_decay_target (`"init"` W_init, or `"zero"`),
         memory_grad_bound (`float`, *optional*, limit on the norm of each token's inner gradient).
-        memory_rule, omega_window, memory_feature_map: only `"gradient"`, 1 and `"none"` are available yet.
-        memory_implementation (`str`, defaults to `"auto"`): `"chunk"`, `"naive"`, or the fastest available.
+        memory_rule, omega_window: only `"gradient"` and 1 yet. memory_implementation: `"auto"`, `"chunk"`, `"naive"`.
 
     Raises:
         ValueError: for every invalid value or combination, naming the field and the value.
@@ -204,7 +204,7 @@ class TNTConfig(PreTrainedConfig):
     memory_grad_bound: float | int | None = None
     memory_rule: str = "gradient"
     omega_window: int = 1
-    memory_feature_map: str = "none"
+    memory_feature_map: str = "silu"
     memory_implementation: str = "auto"
 
     def __post_init__(self, **kwargs):

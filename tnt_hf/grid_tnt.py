@@ -69,7 +69,7 @@ class Grid(NamedTuple):
 
 
 def dense_grid(B: int, T: int, C: int, interval: int | None, device) -> Grid:
-    """The grid of fresh rows without mask or packing: shards of `interval` tokens fold into the batch (`None` = one)."""
+    """Fresh rows without mask or packing: shards of `interval` tokens (`None`: one) fold into the batch."""
     length = T if interval is None else min(T, interval)
     shards, steps = -(-T // length), -(-length // C)
     last = -(-(T - (shards - 1) * length) // C)  # steps of the last shard

@@ -397,7 +397,8 @@ def document_ids(
 ) -> Tensor | None:
     """
     `[B, T]` int64 that changes where a packed row starts a new document, or `None` if no row does: from `seq_idx`,
-    `cu_seq_lens_q` (one row), or `position_ids` that do not increase from one valid token to the next.
+    `cu_seq_lens_q` (one row), or `position_ids` that do not increase from one valid token to the next. After padding
+    only position 0 starts one: `generate` counts on from what it wrote at the padding of a right-padded prompt.
     """
     if (seq_idx := kwargs.get("seq_idx")) is not None:
         ids = seq_idx.to(torch.long).expand(batch, -1)
@@ -408,7 +409,11 @@ def document_ids(
     elif position_ids is None or length == 1:
         return None
     else:
-        ids = document_starts(position_ids.expand(batch, -1), mask, torch.le).cumsum(1)
+        positions = position_ids.expand(batch, -1)
+        starts = document_starts(positions, mask, torch.le)
+        if mask is not None:
+            starts = starts & (F.pad(mask[:, :-1], (1, 0)) | (positions == 0))
+        ids = starts.cumsum(1)
     if not torch.compiler.is_compiling() and bool((ids == ids[:, :1]).all()):
         return None
     return ids

@@ -174,3 +174,12 @@ def test_speculative_decoding_is_refused(options):
     options = {name: model if value is True else value for name, value in options.items()}
     with pytest.raises(ValueError, match="tateful"):
         generate(model, prompt(1, 9), **options)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_on_the_right_of_a_prompt_is_no_new_document(variant):
+    """generate() gives the tokens after such a prompt positions that do not increase; the text must still be one."""
+    model = build(variant)
+    ids, mask = prompt(3, 7), torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [1] * 2 + [0] * 5])
+    cached, full = (generate(model, ids, attention_mask=mask, use_cache=use_cache) for use_cache in (True, False))
+    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(full.logits), rtol=1e-5, atol=1e-5)

@@ -42,6 +42,7 @@ try:
     write_summary(TINY_MODELS, PIPELINES.values())
     suite = transformers_suite.load(str(TINY_MODELS))
 except transformers_suite.SuiteUnavailableError as error:
+    shutil.rmtree(TINY_MODELS, ignore_errors=True)
     pytest.skip(f"Transformers' own tests were NOT run: {error}", allow_module_level=True)
 
 
