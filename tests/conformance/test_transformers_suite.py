@@ -4,6 +4,7 @@ Axis legend: B batch, T tokens, H heads, D head width. What is run, where the te
 from the stock mixins: README.md beside this file.
 """
 
+import atexit
 import shutil
 import tempfile
 import unittest
@@ -16,33 +17,35 @@ from transformers.cache_utils import Cache, StaticCache
 from transformers.models.auto import get_values
 from transformers.models.auto import modeling_auto as auto
 
-from tnt_hf import TNTConfig, TNTForCausalLM, TNTModel, modeling_tnt
+from tnt_hf import TNTConfig, TNTForCausalLM, TNTModel
 from tnt_hf.costs_tnt import memory_state_shapes
+from tnt_hf.modeling_tnt import TNTForQuestionAnswering, TNTForSequenceClassification, TNTForTokenClassification
 
 from . import transformers_suite
 from .pipeline_stand_ins import write_summary, write_tiny_models
 
 
-SEQUENCE_CLASSIFICATION = getattr(modeling_tnt, "TNTForSequenceClassification", None)
-TOKEN_CLASSIFICATION = getattr(modeling_tnt, "TNTForTokenClassification", None)
-QUESTION_ANSWERING = getattr(modeling_tnt, "TNTForQuestionAnswering", None)
-CLASSES = [TNTModel, TNTForCausalLM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION, QUESTION_ANSWERING]
-CLASSES = [model_class for model_class in CLASSES if model_class is not None]
+CLASSES = (
+    TNTModel,
+    TNTForCausalLM,
+    TNTForSequenceClassification,
+    TNTForTokenClassification,
+    TNTForQuestionAnswering,
+)
 PIPELINES = {
     "feature-extraction": TNTModel,
     "text-generation": TNTForCausalLM,
-    "text-classification": SEQUENCE_CLASSIFICATION,
-    "token-classification": TOKEN_CLASSIFICATION,
+    "text-classification": TNTForSequenceClassification,
+    "token-classification": TNTForTokenClassification,
 }
-PIPELINES = {task: model_class for task, model_class in PIPELINES.items() if model_class is not None}
 
 try:
     # Each worker has its own folder; the mixin reads the summary at import, the models are written when they are used.
     TINY_MODELS = Path(tempfile.mkdtemp(prefix="tnt_tiny_models_"))
+    atexit.register(shutil.rmtree, TINY_MODELS, ignore_errors=True)
     write_summary(TINY_MODELS, PIPELINES.values())
     suite = transformers_suite.load(str(TINY_MODELS))
 except transformers_suite.SuiteUnavailableError as error:
-    shutil.rmtree(TINY_MODELS, ignore_errors=True)
     pytest.skip(f"Transformers' own tests were NOT run: {error}", allow_module_level=True)
 
 
@@ -55,10 +58,6 @@ GENERATION_IS_MISSING = (
 
 def setUpModule():
     write_tiny_models(TINY_MODELS, small_config(vocab_size=259), PIPELINES.values())
-
-
-def tearDownModule():
-    shutil.rmtree(TINY_MODELS, ignore_errors=True)
 
 
 def small_config(**changes) -> TNTConfig:
@@ -183,9 +182,9 @@ def label_names(mapping) -> list[str]:
     """Class names with labels of one kind: the library's, and ours, which register at run time and are in no table."""
     ours = {
         id(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES): TNTForCausalLM,
-        id(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES): SEQUENCE_CLASSIFICATION,
-        id(auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES): TOKEN_CLASSIFICATION,
-        id(auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES): QUESTION_ANSWERING,
+        id(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES): TNTForSequenceClassification,
+        id(auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES): TNTForTokenClassification,
+        id(auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES): TNTForQuestionAnswering,
         id(auto.MODEL_MAPPING_NAMES): TNTModel,
     }.get(id(mapping))
     return get_values(mapping) + ([ours.__name__] if ours is not None else [])
@@ -203,7 +202,7 @@ class TNTModelTest(
     suite.training.TrainingTesterMixin,
     unittest.TestCase,
 ):
-    all_model_classes = tuple(CLASSES)
+    all_model_classes = CLASSES
     pipeline_model_mapping = PIPELINES
 
     def setUp(self):
