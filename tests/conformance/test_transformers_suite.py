@@ -238,6 +238,10 @@ if HAS_GENERATION:
         has_attentions = True
         max_new_tokens = 11
         changes: dict = {}
+        # Minutes each, and about tracing rather than numbers: `TNTModelTest` runs them.
+        test_generate_compile_model_forward_fullgraph = None
+        test_generate_compilation_all_outputs = None
+        test_static_cache_no_recompile_with_smaller_length = None
 
         def setUp(self):
             self.model_tester = TNTModelTester(self, initializer_range=0.3, **self.changes)
