@@ -18,11 +18,11 @@ class Plan:
     """How much of everything. `scaled` derives a shorter or longer run from the default one; lengths are tokens."""
 
     seed: int = 0
-    vocab_size: int = 1024
+    vocab_size: int = 512
     length: int = 512
     batch_size: int = 2
-    stage1_steps: int = 600
-    stage2_steps: int = 40
+    stage1_steps: int = 750
+    stage2_steps: int = 50
     text_lr: float = 3e-3
     stage2_lr: float = 1e-3
     held_out_windows: int = 64
@@ -57,7 +57,7 @@ class Plan:
 
 
 def text_config(plan: Plan, vocab_size: int, memory: bool):
-    """The language model: a window of 32 tokens and, in every second layer, a global and a local memory."""
+    """The language model: a window of 16 tokens and, in every second layer, a global and a local memory."""
     from tnt_hf import TNTConfig
 
     return TNTConfig(
@@ -66,12 +66,15 @@ def text_config(plan: Plan, vocab_size: int, memory: bool):
         intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=4,
-        sliding_window=32,
+        sliding_window=16,
         max_position_embeddings=plan.length,
         bos_token_id=0,
         eos_token_id=0,
-        memory_layers=[1, 3] if memory else [],
+        initializer_range=0.07,
+        memory_layers=[0, 2] if memory else [],
         memory_depth=1,
+        memory_gate_init=0.3,
+        qk_projection="none",
         global_chunk_size=64,
         local_chunk_sizes=[16],
         local_reset_interval=256,

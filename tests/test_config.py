@@ -16,7 +16,7 @@ def test_defaults_follow_the_design():
     config = TNTConfig()
     assert config.memory_projections == "own" and config.memory_conv_kernel == 4 and config.memory_value_norm
     assert not config.memory_residual and not config.memory_momentum and not config.memory_decay
-    assert config.memory_depth == 2 and config.memory_max_lr == 0.1 and config.memory_lr_scaling == "none"
+    assert config.memory_depth == 2 and config.memory_max_lr == 0.1 and config.memory_lr_scaling == "capped"
     assert config.memory_gate == "add" and config.memory_gate_init == 1.0
     assert config.qk_projection == "shard" and config.qk_projection_norm and config.global_read == "chunk_start"
     assert (config.global_chunk_size, config.local_chunk_sizes, config.local_reset_interval) == (2048, [8, 16], 2048)
@@ -206,3 +206,11 @@ def test_flops_match_a_hand_count():
     assert found["base"] == 2 * (h * (q + 2 * kv) + q * h + 3 * h * TINY["intermediate_size"] + h * TINY["vocab_size"])
     assert found["total"] == found["base"] + found["attention"] + memory
     assert flops_per_token(tiny_config(sliding_window=None), 1000)["attention"] == 2 * 4 * q * 1000
+
+
+def test_training_chunk_sizes_stay_with_the_number_of_memories(tmp_path):
+    """The rates of a checkpoint do not change with its chunk sizes; another number of memories is another model."""
+    tiny_config().save_pretrained(tmp_path)
+    assert TNTConfig.from_pretrained(tmp_path, local_chunk_sizes=[1, 1]).memory_train_chunk_sizes == [8, 2, 4]
+    assert TNTConfig.from_pretrained(tmp_path, local_chunk_sizes=[4]).memory_train_chunk_sizes == [8, 4]
+    assert TNTConfig.from_pretrained(tmp_path, global_chunk_size=None).memory_train_chunk_sizes == [2, 4]

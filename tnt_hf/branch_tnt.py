@@ -24,6 +24,7 @@ from .configuration_tnt import MemorySpec, TNTConfig
 from .memory_tnt import MemoryState, memory_chunkwise, project_queries
 
 
+CAP_TOKENS = 64  # see `lr_factors`
 DECAY_BIAS = -7.0  # alpha = sigmoid(decay_proj(x)) starts near 1e-3
 
 
@@ -174,6 +175,16 @@ class TNTMemoryGate(nn.Module):
         return ((1 - self.weight) * attn + self.weight * memory).to(attn.dtype)
 
 
+def lr_factors(config: TNTConfig) -> list[float]:
+    """The factor of theta for each memory, by `memory_lr_scaling` and the chunk size it was trained with.
+
+    A chunk is one gradient step with the rate sum_i theta_i, which diverges beyond theta C |a|^2 = 2 where keys
+    are alike. "capped" lets no chunk step further than one of 64 tokens, the largest that recall was measured with.
+    """
+    kind, sizes = config.memory_lr_scaling, config.memory_train_chunk_sizes or [1] * len(config.memory_specs)
+    return [C**-0.5 if kind == "train_chunk" else min(1.0, CAP_TOKENS / C) if kind == "capped" else 1.0 for C in sizes]
+
+
 class TNTMemory(nn.Module):
     """All memories of one layer over shared q, k, v."""
 
@@ -192,6 +203,7 @@ class TNTMemory(nn.Module):
         self.taps = max(config.memory_conv_kernel - 1, 0)  # earlier tokens a convolution sees
         if self.taps:
             self.q_conv, self.k_conv, self.v_conv = (TNTCausalConv(width, self.taps + 1) for width in self.channels)
+        self.lr_factors = lr_factors(config)
         self.memories = nn.ModuleList([TNTMemoryUnit(config) for _ in config.memory_specs])
         # "mix" is published on the plain output, which a norm would change
         self.norm = None if config.memory_gate == "mix" else TNTRMSNorm(D, eps=config.rms_norm_eps)
@@ -266,14 +278,13 @@ class TNTMemory(nn.Module):
             )
         total, states, surprises = 0, [], []
         for i, (spec, unit) in enumerate(zip(layout.specs, self.memories)):
-            scaled = config.memory_lr_scaling == "train_chunk"
             o, memory_state, surprise = unit(
                 hidden_states,
                 q if spec.query_projection == "none" else queries[spec.projection_interval],
                 k,
                 v,
                 spec,
-                config.memory_train_chunk_sizes[i] ** -0.5 if scaled else 1.0,
+                self.lr_factors[i],
                 mask=mask,
                 segment_ids=segment_ids,
                 initial_state=None if state is None else state.memories[i],

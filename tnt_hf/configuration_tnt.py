@@ -22,7 +22,7 @@ CHOICES = {
     "memory_projections": ("own", "shared"),
     "memory_activation": ("silu", "gelu"),
     "memory_decay_target": ("init", "zero"),
-    "memory_lr_scaling": ("none", "train_chunk"),
+    "memory_lr_scaling": ("capped", "none", "train_chunk"),
     "memory_rule": ("gradient", "omega", "muon"),
     "memory_feature_map": ("silu", "identity", "polynomial"),
     "memory_gate": ("add", "product", "published", "mix"),
@@ -39,6 +39,8 @@ AT_LEAST_1 = (
     "memory_depth", "local_reset_interval", "memory_num_heads", "memory_head_dim", "memory_train_chunk_sizes",
     "omega_window",
 )  # fmt: skip
+MEMORIES = {"global_chunk_size", "local_chunk_sizes"}
+AT_LEAST_0 = ("num_persistent_tokens", "memory_conv_kernel")
 POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
 AUTO_MAP = {
@@ -98,21 +100,17 @@ class TNTConfig(PreTrainedConfig):
         qk_norm (`bool`, defaults to `False`): per-head RMSNorm of q and k before RoPE, as in Qwen3.
         attention_output_gate (`bool`, defaults to `False`): attention output times sigmoid(W x), before o_proj.
         sliding_window (`int`, *optional*, defaults to 512): keys a query sees, itself included; `None` is all.
-        layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"` per layer. Those with memory
-            become `"hybrid_sliding"` and `"hybrid"`: so the library's caches keep recurrent states.
+        layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"`; `"hybrid..."` with memory.
         num_persistent_tokens (`int`, defaults to 0): learned keys and values that every query sees.
 
         > Which memories, and where. Sizes and intervals are in tokens.
 
-        variant (`str`, defaults to `"mag"`): memory beside attention, `"mal"` a memory layer with attention on its
-            output, `"lmm"` memory only.
+        variant (`str`, defaults to `"mag"`): memory beside attention, `"mal"` attention on its output, `"lmm"` alone.
         memory_layers (`list[int]`, *optional*): layers with memory; `None` is all of them, `[]` none.
         global_chunk_size (`int`, *optional*, defaults to 2048): `None` is no global memory.
-        local_chunk_sizes (`list[int]`, *optional*, defaults to `[8, 16]`): one local memory per entry, `[]` none. No
-            weight depends on it: see [`TNTPreTrainedModel.set_local_chunk_sizes`].
+        local_chunk_sizes (`list[int]`, defaults to `[8, 16]`): one local memory each; see `set_local_chunk_sizes`.
         local_reset_interval (`int`, `list` or `None`, defaults to 2048): for all or per local memory; `None` is never.
-        allow_memory_gap (`bool`, defaults to `False`): accept S_L that is no multiple of C_G, although tokens before a
-            reset are then visible to no memory.
+        allow_memory_gap (`bool`, defaults to `False`): accept tokens before a reset that no memory sees (S_L % C_G).
         global_read (`str`, defaults to `"chunk_start"`): f(W_xi, q) as in Eq. 5, or `"current"` f(W_t, q).
         qk_projection (`str`, defaults to `"shard"`): project local queries on the keys since the last reset, since the
             chunk start (`"chunk"`, Eq. 7 as printed), or `"none"`.
@@ -122,8 +120,7 @@ class TNTConfig(PreTrainedConfig):
 
         memory_num_heads, memory_head_dim (`int`, *optional*): by default `num_key_value_heads` and `head_dim`.
         memory_projections (`str`, defaults to `"own"`): own q, k, v projections, or `"shared"` with attention.
-        memory_conv_kernel (`int`, *optional*): taps of the causal depthwise convolution on q, k and v, 0 is none;
-            `None` is 4 for own projections and 0 for shared ones.
+        memory_conv_kernel (`int`): taps of the causal depthwise convolution on q, k, v; `None`: 4 if own, 0 if shared.
         memory_feature_map (`str`, defaults to `"silu"`): of q and k before their L2 norm, or `"identity"`.
         memory_value_norm (`bool`, defaults to `True`): L2-normalise v. memory_depth (`int`, defaults to 2),
         memory_expansion (`float`, defaults to 1, hidden width over head width), memory_activation (`"silu"` or
@@ -135,8 +132,8 @@ class TNTConfig(PreTrainedConfig):
         > The inner optimiser
 
         memory_max_lr (`float`, *optional*): theta_t = max_lr * sigmoid(.); `None` is 0.5 at depth 1 and 0.1 beyond.
-        memory_lr_scaling (`str`, defaults to `"none"`): `"train_chunk"` multiplies theta by C^-1/2, with C frozen in
-            `memory_train_chunk_sizes` (one per memory, global first; `None` takes the sizes given here).
+        memory_lr_scaling (`str`, defaults to `"capped"`): factor of theta: 1 (`"none"`), C^-1/2 (`"train_chunk"`), or
+            min(1, 64 / C). C is frozen in `memory_train_chunk_sizes` (global first; `None`: the sizes given).
         memory_momentum, memory_decay (`bool`, default `False`), memory_decay_target (`"init"` W_init, or `"zero"`),
         memory_grad_bound (`float`, *optional*, limit on the norm of each token's inner gradient).
         memory_rule, omega_window: only `"gradient"` and 1 yet. memory_implementation: `"auto"`, `"chunk"`, `"naive"`.
@@ -196,7 +193,7 @@ class TNTConfig(PreTrainedConfig):
     memory_gate: str = "add"
     memory_gate_init: float | int | None = None
     memory_max_lr: float | int | None = None
-    memory_lr_scaling: str = "none"
+    memory_lr_scaling: str = "capped"
     memory_train_chunk_sizes: list[int] | None = None
     memory_momentum: bool = False
     memory_decay: bool = False
@@ -223,7 +220,7 @@ class TNTConfig(PreTrainedConfig):
             self.memory_gate_init = {"add": 1.0, "mix": 0.5}.get(self.memory_gate)
         sizes = self.local_chunk_sizes
         self.local_chunk_sizes = [8, 16] if sizes is None else [sizes] if isinstance(sizes, int) else list(sizes)
-        if self.memory_lr_scaling == "train_chunk" and self.memory_train_chunk_sizes is None:
+        if self.memory_lr_scaling != "none" and self.memory_train_chunk_sizes is None:
             self.memory_train_chunk_sizes = [spec.chunk_size for spec in self.memory_specs]
         self._resolve_layer_types()
         # Checked here and not only by `@strict` afterwards, whose errors are no ValueError.
@@ -237,7 +234,11 @@ class TNTConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """Overrides take part in the construction, so that they are resolved and validated with the rest."""
         fields = kwargs.keys() & cls.__dataclass_fields__.keys() - {"dtype"}
-        return super().from_dict(config_dict | {name: kwargs.pop(name) for name in fields}, **kwargs)
+        given = {name: kwargs.pop(name) for name in fields}
+        count = lambda sizes: len(sizes) if isinstance(sizes, (list, tuple)) else int(sizes is not None)  # noqa: E731
+        if any(count(given[n]) != count(config_dict.get(n)) for n in fields & MEMORIES):  # another number of memories
+            config_dict = {n: x for n, x in config_dict.items() if n != "memory_train_chunk_sizes"}
+        return super().from_dict(config_dict | given, **kwargs)
 
     def _fail(self, field: str, reason: str, value: Any = None) -> None:
         raise ValueError(f"TNTConfig.{field}={getattr(self, field) if value is None else value!r}: {reason}.")
@@ -252,7 +253,7 @@ class TNTConfig(PreTrainedConfig):
                 self._fail(name, "is not available yet")
         if self.hidden_act not in ACT2FN:
             self._fail("hidden_act", "is no activation of transformers")
-        for names, least in ((AT_LEAST_1, 1), (("num_persistent_tokens", "memory_conv_kernel"), 0)):
+        for names, least in ((AT_LEAST_1, 1), (AT_LEAST_0, 0)):
             for name in names:
                 values = getattr(self, name)
                 for value in values if isinstance(values, (list, tuple)) else [values]:
@@ -335,15 +336,13 @@ class TNTConfig(PreTrainedConfig):
         intervals, count, C_G = self.local_reset_interval, len(self.local_chunk_sizes), self.global_chunk_size
         if isinstance(intervals, list) and len(intervals) != count:
             self._fail("local_reset_interval", f"needs one entry for each of {count} local memories")
-        windows = [
-            math.inf if self.layer_types[i] == "hybrid" else self.sliding_window for i in self.memory_layer_indices
-        ]
-        window = 0 if self.variant == "lmm" else min(windows)
+        kinds = {self.layer_types[i] for i in self.memory_layer_indices}
+        window = 0 if self.variant == "lmm" else self.sliding_window if "hybrid_sliding" in kinds else math.inf
         for spec in (spec for spec in self.memory_specs if spec.name == "local"):
             C, S = spec.chunk_size, spec.reset_interval
             if S is not None and S % C:
                 self._fail("local_chunk_sizes", f"{C} must divide local_reset_interval={S}")
-            seen = self.global_read == "current" or (self.variant != "lmm" and window >= (C_G or 0))
+            seen = self.global_read == "current" or window >= (C_G or 0)
             if S and C_G and S % C_G and not (seen or self.allow_memory_gap):
                 gap = f"up to {C_G - math.gcd(S, C_G)} tokens before a reset are visible to no memory"
                 accepted = f"sliding_window >= {C_G}, global_read='current' or allow_memory_gap=True"

@@ -81,11 +81,10 @@ def ttt_mlp(path: Path, matched: str | None) -> Callable:
 
     def run(q, k, v, lr, w1, w2, gain, bias, chunk_size):
         B, T, H, D = q.shape
-        layer = types.SimpleNamespace(
-            W1=w1, W2=w2, b1=w1.new_zeros(H, 1, w1.shape[2]), b2=w2.new_zeros(H, 1, D), ttt_norm_weight=gain, ttt_norm_bias=bias,
-            num_heads=H, head_dim=D, width=H * D, mini_batch_size=chunk_size, training=True, layer_idx=0,
-            config=types.SimpleNamespace(scan_checkpoint_group_size=0),
-        )  # fmt: skip
+        layer = types.SimpleNamespace(W1=w1, W2=w2, b1=w1.new_zeros(H, 1, w1.shape[2]), b2=w2.new_zeros(H, 1, D))
+        layer.ttt_norm_weight, layer.ttt_norm_bias, layer.num_heads, layer.head_dim = gain, bias, H, D
+        layer.width, layer.mini_batch_size, layer.training, layer.layer_idx = H * D, chunk_size, True, 0
+        layer.config = types.SimpleNamespace(scan_checkpoint_group_size=0)
 
         def chunks(x):  # [B, T, H, D] -> [B, H, chunks, C, D]
             return x.transpose(1, 2).reshape(B, H, -1, chunk_size, x.shape[-1])
