@@ -58,9 +58,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tnt demo", description="Train, compare, save and reload a small TNT on real text."
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("demo_out"), metavar="DIR", help="default: %(default)s"
-    )
+    parser.add_argument("--output", type=Path, default=Path("demo_out"), metavar="DIR", help="default: %(default)s")
     parser.add_argument(
         "--budget",
         type=int,

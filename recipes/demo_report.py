@@ -18,14 +18,14 @@ import numpy as np
 
 PACKAGES = ("tnt-hf", "torch", "transformers", "accelerate", "tokenizers", "numpy")
 POSITIONS = ((1, 32), (32, 128), (128, None))  # of the predicted token in its window: [from, to)
-LINE_SECONDS = 15  # between two lines of progress where there is no terminal to redraw
+LINE_SECONDS = 20  # between two lines of a phase where there is no terminal to redraw
 
 
 class Progress:
     """One bar per phase on a terminal; a line now and then elsewhere, so that a log stays readable."""
 
     def __init__(self):
-        self.start, self.bars, self.printed, self.finished = time.perf_counter(), {}, 0.0, set()
+        self.bars, self.printed = {}, {}
 
     def __enter__(self):
         return self
@@ -44,8 +44,8 @@ class Progress:
             bar = self.bars[phase]
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update(step - bar.n)
-        elif step == steps or time.perf_counter() - self.printed > LINE_SECONDS:
-            self.printed = time.perf_counter()
+        elif step == steps or time.perf_counter() - self.printed.get(phase, 0.0) > LINE_SECONDS:
+            self.printed[phase] = time.perf_counter()
             print(f"         {phase:26s} step {step:4d} of {steps}   loss {loss:.3f}", file=sys.stderr, flush=True)
 
 

@@ -27,13 +27,15 @@ ARROWS = {
     "coefficients_tnt": {"network_tnt"},
     "grid_tnt": set(),
     "scan_tnt": {"network_tnt", "coefficients_tnt"},
-    "memory_tnt": {"network_tnt", "coefficients_tnt", "grid_tnt", "scan_tnt"},
+    "block_tnt": {"network_tnt", "coefficients_tnt", "scan_tnt"},
+    "reverse_tnt": {"network_tnt", "coefficients_tnt", "scan_tnt", "block_tnt"},
+    "memory_tnt": {"network_tnt", "coefficients_tnt", "grid_tnt", "scan_tnt", "reverse_tnt"},
     "kernels_tnt": set(),
     "cache_tnt": {"configuration_tnt", "costs_tnt", "memory_tnt"},
     "branch_tnt": {"configuration_tnt", "memory_tnt", "kernels_tnt", "cache_tnt"},
     "modeling_tnt": {"configuration_tnt", "memory_tnt", "kernels_tnt", "cache_tnt", "branch_tnt"},
 }
-TORCH_ONLY = {"network_tnt", "coefficients_tnt", "grid_tnt", "scan_tnt", "memory_tnt", "kernels_tnt"}
+TORCH_ONLY = {name for name, siblings in ARROWS.items() if "configuration_tnt" not in siblings} - {"configuration_tnt"}
 HUB_PACKAGES = {"torch", "transformers", "huggingface_hub", "safetensors"}
 MAX_LINES = {"memory_tnt.py": 600, "modeling_tnt.py": 900}
 TRAVELLING = sorted((ROOT / "tnt_hf").glob("*_tnt.py"))

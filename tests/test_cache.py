@@ -236,3 +236,19 @@ def test_one_unchanged_memory_keeps_its_chunk():
     after = [cache.layers[0].recurrent_states[j] for j in range(4 + 2 + 2, 4 + 2 + 4)]
     for a, b in zip(start, after):
         assert torch.equal(a, b)
+
+
+def test_a_long_random_context_stays_bounded():
+    """Untrained weights, keys that are alike, a global chunk of 512 tokens: a summed step must not diverge
+    (with the uncapped rate the state passes 1e8 on the way)."""
+    changes = {"global_chunk_size": 512, "local_reset_interval": 512, "memory_layers": [0], "initializer_range": 0.02}
+    sizes = {}
+    for scaling in ("capped", "none"):
+        model, cache = tiny_model(torch.float32, memory_lr_scaling=scaling, memory_max_lr=0.5, **changes), None
+        with torch.inference_mode():
+            for piece in tokens(1, 4096).split(1024, dim=1):
+                cache = model(piece, past_key_values=cache, use_cache=True).past_key_values
+        states = cache.layers[0].recurrent_states.values()
+        sizes[scaling] = max(x.abs().max().item() for x in states if x.is_floating_point())
+    assert sizes["capped"] < 1e3, sizes
+    assert not sizes["none"] < 1e3, sizes

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tnt_hf import coefficients_tnt, grid_tnt, memory_tnt, network_tnt, scan_tnt
+from tnt_hf import block_tnt, coefficients_tnt, grid_tnt, memory_tnt, network_tnt, reverse_tnt, scan_tnt
 from tnt_hf.memory_tnt import MemoryState, memory_chunkwise, memory_naive, project_queries
 
 
 EXACT = 1e-10
+MODULES = (memory_tnt, grid_tnt, network_tnt, coefficients_tnt, scan_tnt, block_tnt, reverse_tnt)
 
 
 def make_inputs(
@@ -326,6 +327,19 @@ def test_a_long_scan_replays_its_segments():
     assert_same(torch.autograd.grad(probe(chunk), inputs), torch.autograd.grad(probe(naive), inputs))
 
 
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("hidden", [5, 40])
+def test_backward_may_run_twice(momentum, hidden):
+    """Nothing that was saved is overwritten, whichever way (kept, undone, replayed) leads back to the weights."""
+    tensors, weights, gates = make_inputs(T=96, momentum=momentum, hidden=hidden, layernorm=True)
+    inputs = leaves(tensors, weights, gates)
+    for x in inputs:
+        x.requires_grad_()
+    loss = probe(run(memory_chunkwise, tensors, weights, gates, chunk_size=2))
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    assert_same(torch.autograd.grad(loss, inputs), first, 0)
+
+
 def test_zero_momentum_has_a_gradient():
     """mu = 0 exactly: products through a zero still have derivatives (no logarithms, no divisions)."""
     tensors, weights, gates = make_inputs(T=9, momentum=True, decay=True)
@@ -437,7 +451,7 @@ def test_it_learns_without_autograd():
 def test_no_inner_autograd_in_the_source():
     """The only uses of torch.autograd are the hand-written outer backward passes."""
     allowed = {"torch.autograd.Function", "torch.autograd.function.once_differentiable"}
-    for module in (memory_tnt, scan_tnt, grid_tnt, network_tnt, coefficients_tnt):
+    for module in MODULES:
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Attribute):
                 name = ast.unparse(node)
@@ -471,7 +485,7 @@ def test_bfloat16_inputs_keep_a_float32_state():
 
 
 def test_gradient_of_32k_tokens_fits():
-    """1 head x 64, chunk 16: what the graph keeps per token besides its own inputs. The figure is in the README."""
+    """1 head x 64, chunk 16: all that the graph keeps, inputs included."""
     T = 32768
     tensors, weights, _ = make_inputs(T=T, H=1, K=64, V=64, hidden=64, dtype=torch.float32)
     for x in (*tensors, *weights):
@@ -484,25 +498,10 @@ def test_gradient_of_32k_tokens_fits():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out, _ = memory_chunkwise(*tensors, weights, chunk_size=16, reset_interval=2048)
-    checkpoints = sum(w.untyped_storage().nbytes() for states in out_checkpoints(out) for w in states)
-    per_token = (sum(kept.values()) + checkpoints) / T
-    assert per_token < 1400, f"{per_token:.0f} bytes per token and head"
+    per_token = sum(kept.values()) / T
+    assert per_token < 2700, f"{per_token:.0f} bytes per token and head"
     out.square().mean().backward()
     assert all(torch.isfinite(x.grad).all() for x in (*tensors, *weights))
-
-
-def out_checkpoints(out):
-    """The states that `ChunkScan` keeps, found by walking the graph."""
-    todo, seen = [out.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "checkpoints"):
-            return [states[0] for states in node.checkpoints.values()]
-        todo += [n for n, _ in node.next_functions]
-    raise AssertionError("ChunkScan was not used")
 
 
 def test_one_token_compiles_without_a_graph_break():
@@ -573,7 +572,7 @@ def test_bad_tensors_are_named():
 
 
 def test_the_math_files_need_only_torch():
-    for module in (memory_tnt, scan_tnt, grid_tnt, network_tnt, coefficients_tnt):
+    for module in MODULES:
         source = Path(module.__file__).read_text()
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Import):

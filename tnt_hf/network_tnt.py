@@ -37,22 +37,17 @@ def activate(name: str, z: Tensor) -> Tensor:
     return F.silu(z) if name == "silu" else F.gelu(z)
 
 
-def through_activation(name: str, grad: Tensor, z: Tensor) -> Tensor:
+def through_activation(name: str, grad: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor:
     """grad * phi'(z)."""
+    if out is not None:
+        backward = torch.ops.aten.silu_backward if name == "silu" else torch.ops.aten.gelu_backward
+        return backward.grad_input(grad, z, grad_input=out)
     if name == "gelu":
         return torch.ops.aten.gelu_backward(grad, z)
     if not torch.is_grad_enabled():  # one fused kernel, which has no derivative of its own
         return torch.ops.aten.silu_backward(grad, z)
     s = torch.sigmoid(z)
     return grad * s * (1 + z * (1 - s))
-
-
-def curvature(name: str, z: Tensor) -> Tensor:
-    """phi''(z), which only the outer backward needs."""
-    if name == "silu":
-        s = torch.sigmoid(z)
-        return s * (1 - s) * (2 + z * (1 - 2 * s))
-    return torch.exp(-0.5 * z * z) * (2 - z * z) * (1 / math.sqrt(2 * math.pi))
 
 
 class Standardised(NamedTuple):
@@ -65,6 +60,7 @@ class Standardised(NamedTuple):
 
 
 def standardise(y: Tensor, eps: float) -> Standardised:
+    """Mean 0 and variance 1 over the last axis of `[..., width]`."""
     h, mean, inverse = torch.native_layer_norm(y, y.shape[-1:], None, None, eps)
     return Standardised(y, h, mean, inverse)
 
@@ -86,36 +82,58 @@ def apply_net(net: Net, weights: list[Tensor], x: Tensor, ln: tuple[Tensor, Tens
     return y + x if net.residual else y
 
 
-def residual_target(net: Net, k: Tensor, v: Tensor) -> Tensor:
-    """What f(W, k) - v adds to the network's output: k - v with the residual, else -v."""
-    return k - v if net.residual else -v
+def inner_offset(net: Net, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """What the error f(W, k) - v holds besides the weights: k (with the residual) - v + the LayerNorm's bias."""
+    offset = k - v if net.residual else -v
+    return offset if bias is None else offset + bias
 
 
-def inner_gradient(net: Net, weights: list[Tensor], k: Tensor, target: Tensor, ln: tuple[Tensor, Tensor] | None):
+def inner_gradient(
+    net: Net, weights: list[Tensor], k: Tensor, offset: Tensor, gain: Tensor | None, first: Tensor | None = None
+):
     """The factors of g_{l,t} = a_{l-1,t}^T delta_{l,t} at `weights` (W_xi), in closed form.
 
-    `target` is `residual_target(net, k, v)`. Returns `(a, delta, error, tape)`: layer inputs a_0..a_{L-1}, loss
-    gradients delta_1..delta_L (both lists of `[..., C, width]`), the error f(W, k) - v, and what the outer backward
-    wants to see again.
+    `offset` is `inner_offset(...)`, `gain` the LayerNorm's. Returns `(a, delta, error, tape)`: layer inputs
+    a_0..a_{L-1}, loss gradients delta_1..delta_L (both lists of `[..., C, width]`), the error f(W, k) - v, and what
+    the outer backward wants to see again. `first`: k @ W_1, if that is at hand.
     """
     a, z = [k], []
-    for w in weights[:-1]:
-        z.append(product(a[-1], w))
-        a.append(activate(net.activation, z[-1]))
-    y = product(a[-1], weights[-1])
-    if ln is None:
-        error, normed, u = y + target, None, None
+    y = product(k, weights[0]) if first is None else first
+    for w in weights[1:]:
+        z.append(y)
+        a.append(activate(net.activation, y))
+        y = product(a[-1], w)
+    if gain is None:
+        error, normed, u = y + offset, None, None
         delta = [error]
     else:
         normed = standardise(y, net.eps)
-        error = torch.addcmul(ln[1] + target, ln[0], normed.h)
-        u = ln[0] * error
+        error = torch.addcmul(offset, gain, normed.h)
+        u = gain * error
         delta = [through_standardise(u, normed)]
     grad_act = []
     for w, x in zip(reversed(weights[1:]), reversed(z)):
         grad_act.insert(0, product(delta[0], w.transpose(-1, -2)))
         delta.insert(0, through_activation(net.activation, grad_act[0], x))
     return a, delta, error, (z, grad_act, normed, u)
+
+
+def slopes(name: str, z: Tensor, out: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """phi'(z) and, if asked for, scale * phi''(z), for the outer backward; phi(z) goes to `out`."""
+    if name == "silu":
+        s = torch.sigmoid(z)
+        torch.mul(z, s, out=out)
+        slope = torch.lerp(out, torch.ones((), dtype=z.dtype, device=z.device), s)  # a + s (1 - a)
+        if scale is None:
+            return slope, None
+        return slope, torch.addcmul(s, s, s, value=-1).mul_(scale).mul_(torch.add(z, out, alpha=-2).add_(2))
+    out.copy_(F.gelu(z))  # `gelu.out` leaves a strided float32 buffer unwritten
+    slope = torch.ops.aten.gelu_backward(torch.ones((), dtype=z.dtype, device=z.device).expand_as(z), z)
+    if scale is None:
+        return slope, None
+    square = z * z
+    bell = torch.add(torch.full_like(square[:1, :1, :1], -0.5 * math.log(2 * math.pi)), square, alpha=-0.5).exp_()
+    return slope, bell.mul_(2 - square).mul_(scale)
 
 
 def bounded(lr: Tensor, a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:

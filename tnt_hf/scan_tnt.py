@@ -1,5 +1,5 @@
-"""The dual form of one memory: a chunk of tokens as matrix products, its scan over chunks, and the outer backward by
-hand.
+"""The dual form of one memory: a chunk of tokens as matrix products, and its scan over chunks. `reverse_tnt` has the
+way back.
 
 Axis legend
     C tokens per chunk   G query heads per memory head   K key width   V value width   L layers of the memory network
@@ -15,7 +15,6 @@ is a masked attention inside the chunk: no per-token weight exists. `memory_tnt.
 Travels with every pushed checkpoint.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -26,12 +25,9 @@ from .coefficients_tnt import Coef
 from .network_tnt import (
     Net,
     activate,
-    curvature,
     inner_gradient,
-    residual_target,
+    inner_offset,
     standardise,
-    through_activation,
-    through_standardise,
 )
 
 
@@ -49,109 +45,244 @@ class Plan(NamedTuple):
     keep_loss: bool
 
 
-def _grouped(x: Tensor | None, groups: int) -> Tensor | None:
+class Block(NamedTuple):
+    """Some chunks in a row. What does not touch the weights is done for all programs of a block at once."""
+
+    steps: range
+    here: slice  # of the programs' axis
+    sizes: list[int]  # programs of each chunk
+    spans: list[int]  # and with the unused ones of a dense grid behind them
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.sizes)) == 1 and self.sizes == self.spans
+
+    def cut(self, x: Tensor) -> list[Tensor]:
+        """[programs, ...] -> per chunk."""
+        if self.sizes == self.spans and len(self.sizes) == 1:
+            return [x]
+        pieces = x.split_with_sizes(self.spans)
+        return pieces if self.sizes == self.spans else [y[:n] for y, n in zip(pieces, self.sizes)]
+
+    def stack(self, pieces: list[Tensor]) -> Tensor:
+        """The inverse of `cut`, with zeros at unused programs."""
+        if self.sizes != self.spans:
+            pads = [m - n for n, m in zip(self.sizes, self.spans)]
+            pieces = [F.pad(x, (0, 0) * (x.dim() - 1) + (0, m)) if m else x for x, m in zip(pieces, pads)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Values of rows, for every chunk."""
+        return self.stack([x[:n] for n in self.sizes])
+
+    def fold(self, total: Tensor, x: Tensor) -> None:
+        """total `[rows, ...]` += x `[programs, ...]`, the adjoint of `spread`."""
+        if len(self.sizes) == 1:
+            total[: self.sizes[0]] += x[: self.sizes[0]]
+        elif self.even:
+            total[: self.sizes[0]] += x.unflatten(0, (-1, self.sizes[0])).sum(0)
+        else:
+            for y, n in zip(self.cut(x), self.sizes):
+                total[:n] += y
+
+    def fold_product(self, total: Tensor, x: Tensor, y: Tensor) -> None:
+        """total `[rows, K, V]` += x^T y of every chunk."""
+        n = self.sizes[0]
+        if self.even:  # one product with all rows of x and y
+            x, y = (z.unflatten(0, (-1, n)).transpose(0, 1).flatten(1, 2) for z in (x, y))
+            total[:n].baddbmm_(x.transpose(1, 2), y)
+        else:
+            for x_j, y_j, n in zip(self.cut(x), self.cut(y), self.sizes):
+                total[:n].baddbmm_(x_j.transpose(1, 2), y_j)
+
+
+def blocks(plan: Plan, length: int) -> list[Block]:
+    """All chunks in order, `length` steps to a block."""
+    steps, blocks = len(plan.counts), []
+    for begin in range(0, steps, length):
+        end = min(begin + length, steps)
+        ends = [*plan.starts[begin + 1 : end], plan.starts[end - 1] + plan.counts[end - 1]]
+        spans = [b - a for a, b in zip(plan.starts[begin:end], ends)]
+        blocks.append(Block(range(begin, end), slice(plan.starts[begin], ends[-1]), plan.counts[begin:end], spans))
+    return blocks
+
+
+# ------------------------------------------------------------------------------------------- one chunk of the dual
+# form
+
+
+def grouped(x: Tensor | None, groups: int) -> Tensor | None:
     """[P, C, ...] -> [P, C G, ...]: a token's query heads are extra rows of its chunk."""
     return x if x is None or groups == 1 else x.repeat_interleave(groups, 1)
 
 
-def _ungrouped(x: Tensor, groups: int) -> Tensor:
+def ungrouped(x: Tensor, groups: int) -> Tensor:
+    """[P, C G, ...] -> [P, C, ...], summed: the adjoint of `grouped`."""
     return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2)
 
 
-def _pair_weights(plan: Plan, coef: Coef, C: int) -> Tensor:
-    c = coef.theta[:, None, :].expand(-1, C, C).tril() if coef.c is None else coef.c
-    return _grouped(c, plan.groups)
+def weighted(weights: Tensor, a: list[Tensor], delta: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The factors (x, y) with sum_i x_i^T y_i = sum_i weights_i g_i per layer: of a and delta, the narrower one is
+    scaled."""
+    w = weights[..., None]
+    return [(w * x, y) if x.shape[-1] <= y.shape[-1] else (x, w * y) for x, y in zip(a, delta)]
 
 
-def _read_chunk(plan: Plan, base, S, target, start, q, coef: Coef, a, delta, ln):
-    """o `[P, C G, V]` for the chunk's queries, and per layer what the backward needs."""
-    net, tape, x = plan.net, [], q
+def _read_chunk(plan: Plan, base, S, target, start, q, coef: Coef, pairs, pushed, first=None):
+    """y of all layers, for the chunk's queries: the hidden z, then f(W, q) before the LayerNorm; and x . a of
+    all layers. `pushed`: (a, delta) of the writes that are read, to be weighted by `pairs` `[(P,) C G, C]`; `first`: q
+    @ W_1 of the weights that are read, if at hand."""
+    net, ys, ps, x = plan.net, [], [], q
     if plan.current:
-        pairs = _pair_weights(plan, coef, a[0].shape[1])
-        A = None if coef.A is None else _grouped(coef.A, plan.groups)[..., None]
-        D = None if coef.D is None else _grouped(coef.D, plan.groups)[..., None]
+        A = None if coef.A is None else grouped(coef.A, plan.groups)[..., None]
+        D = None if S is None else grouped(coef.D, plan.groups)[..., None]
     for i, w in enumerate(base if plan.current else start):
-        y, kept, moved, p = torch.bmm(x, w), None, None, None
+        y = torch.bmm(x, w) if first is None or i else first
         if plan.current:
             if A is not None:
-                kept = y
-                if target is None:
-                    y = A * kept
-                else:
-                    pull = torch.bmm(x, target[i])
-                    kept = y - pull
-                    y = torch.addcmul(pull, A, kept)
+                y = A * y if target is None else torch.lerp(torch.bmm(x, target[i]), y, A)
             if S is not None:
-                moved = torch.bmm(x, S[i])
-                y = torch.addcmul(y, D, moved)
-            p = torch.bmm(x, a[i].transpose(1, 2))
-            y = torch.baddbmm(y, pairs * p, delta[i], alpha=-1)
-        tape.append((x, kept, moved, p, y))
-        x = activate(net.activation, y) if i < len(base) - 1 else y
-    normed = None
-    if ln is not None:
-        normed = standardise(y, net.eps)
-        y = torch.addcmul(ln[1], ln[0], normed.h)
-    return (y + q if net.residual else y), (tape, normed)
+                y = torch.addcmul(y, D, torch.bmm(x, S[i]))
+            a, delta = pushed[i]
+            ps.append(torch.bmm(x, a.transpose(1, 2)))
+            y = torch.baddbmm(y, pairs * ps[i], delta, alpha=-1, out=None if torch.is_grad_enabled() else y)
+        ys.append(y)
+        x = activate(net.activation, y) if i < len(base) - 1 else None
+    return ys, ps
 
 
-def _write_chunk(base, S, target, coef: Coef, a, delta):
+def write_chunk(W, S, target, coef: Coef, pushed, pushed_S, in_place=False):
     """Weights and momentum after the chunk: W_C = A W_0 + (1 - A) W_target + D S_0 - sum_i c_{C,i} g_i and S_C
-    likewise."""
-    c_end = coef.theta if coef.c is None else coef.c[:, -1]
-    new, new_S = [], None if coef.s_end is None else []
-    for i, w in enumerate(base):
-        if coef.A is not None:
-            keep = coef.A[:, -1, None, None]
-            w = keep * w if target is None else torch.lerp(target[i], w, keep)
-        if S is not None:
-            w = torch.addcmul(w, coef.D[:, -1, None, None], S[i])
-        new.append(torch.baddbmm(w, (c_end[..., None] * a[i]).transpose(1, 2), delta[i], alpha=-1))
-        if new_S is not None:
-            push = (coef.s_end[..., None] * a[i]).transpose(1, 2)
-            new_S.append(
-                -torch.bmm(push, delta[i])
-                if S is None
-                else torch.baddbmm(coef.m_end[:, None, None] * S[i], push, delta[i], alpha=-1)
+    likewise. `pushed`, `pushed_S`: their sums' factors, see `weighted`."""
+    new_W, new_S = [], None if pushed_S is None else []
+    no_grad = not torch.is_grad_enabled()
+    keep, D, m = (x if x is None else x[..., None, None] for x in (coef.A, coef.D, coef.m_end))
+    for i, w in enumerate(W):
+        out = w if in_place else None
+        if keep is not None:
+            w = (
+                torch.mul(keep[:, -1], w, out=out)
+                if target is None
+                else torch.lerp(target[i], w, keep[:, -1], out=out)
             )
-    return new, new_S
+            out = w if no_grad else None
+        if S is not None:
+            w = torch.addcmul(w, D[:, -1], S[i], out=out)
+            out = w if no_grad else None
+        new_W.append(torch.baddbmm(w, pushed[i][0].transpose(1, 2), pushed[i][1], alpha=-1, out=out))
+        if pushed_S is not None:
+            x, y = pushed_S[i]
+            if S is None:
+                new_S.append(-torch.bmm(x.transpose(1, 2), y))
+            else:
+                s = torch.mul(m, S[i], out=S[i] if in_place else None)
+                new_S.append(torch.baddbmm(s, x.transpose(1, 2), y, alpha=-1, out=s if no_grad else None))
+    return new_W, new_S
 
 
-def _cut(x, n):
+def _keeps_pairs(coef: Coef, W: list[Tensor], C: int) -> bool:
+    wide = all(w.shape[1] > w.shape[2] for w in W[1:])
+    return len(W) > 1 and C <= W[0].shape[2] and (coef.c is not None or wide)
+
+
+def c_end(coef: Coef) -> Tensor:
+    """c_{C,i}, `[P, C]`: how much of each g_i is in the weights after the chunk."""
+    return coef.theta if coef.c is None else coef.c[:, -1]
+
+
+def _causal(rows: int, C: int, like: Tensor) -> Tensor:
+    """[C G, C]: 1 where the write comes no later than the read."""
+    token = torch.arange(rows, device=like.device) // (rows // C)
+    return (token[:, None] >= torch.arange(C, device=like.device)).to(like.dtype)
+
+
+def padded(x: Tensor, like: Tensor) -> Tensor:
+    """A dense grid may have unused programs at its end."""
+    return F.pad(x, (0, 0, 0, 0, 0, len(like) - len(x))) if len(x) < len(like) else x
+
+
+def _causal(rows: int, C: int, like: Tensor) -> Tensor:
+    """[C G, C]: 1 where the write comes no later than the read."""
+    token = torch.arange(rows, device=like.device) // (rows // C)
+    return (token[:, None] >= torch.arange(C, device=like.device)).to(like.dtype)
+
+
+def cut(x: list[Tensor] | None, n: int) -> list[Tensor] | None:
+    """The first n programs of each tensor."""
     return None if x is None else [y[:n] for y in x]
 
 
-def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, bound=None, checkpoints=None):
+def copied(x: list[Tensor] | None) -> list[Tensor] | None:
+    """Tensors of their own, to be written in place."""
+    return None if x is None else [y.clone() for y in x]
+
+
+class Tape(NamedTuple):
+    """What the forward keeps for the backward: per chunk the parts of the networks that cost a product with the
+    weights (z and dl/da of the hidden layers and y, for the key; z and y for the query; x . a of the upper layers if
+    it is small), and the states before some of the chunks."""
+
+    chunks: list[tuple[Tensor, ...]]
+    states: dict[int, tuple[list[Tensor], list[Tensor] | None] | None]
+
+
+def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, bound=None, tape: Tape | None = None):
     """All chunks in order. Returns o `[N H, C G, V]`, the inner losses `[N H, C]` (or `None`) and the rows' final W,
     W_xi, S (lists, or `None`).
 
-    `coef` is a `Coef`, or a `BoundedCoef` with a gradient `bound`. `checkpoints`: {step: None}, to fill.
+    `coef` is a `Coef`, or a `BoundedCoef` with a gradient `bound`. `tape`: to fill; its `states` has the steps as
+    keys.
     """
-    reads, losses, ended, last = [], [], [], len(plan.counts) - 1
-    inner_target = residual_target(plan.net, k, v)
+    reads, losses, ended, last, C = [], [], [], len(plan.counts) - 1, k.shape[1]
+    in_place, owned = not torch.is_grad_enabled(), False  # owned: W and S are this scan's to overwrite
+    whole = blocks(plan, last + 1)[0]
+    offset = inner_offset(plan.net, k, v, None if ln is None else padded(whole.spread(ln[1]), k))
+    both = torch.cat([k, q], 1)
+    # x . a of the upper layers is dear where `a` is wide, and small where C is; with theta on a it would not be x . a
+    keep_pairs = tape is not None and plan.current and _keeps_pairs(coef, W, C)
+    causal = _causal(q.shape[1], C, q) if plan.current else None
     for j, (n, first) in enumerate(zip(plan.counts, plan.starts)):
         here = slice(first, first + n)
-        if checkpoints is not None and j in checkpoints:
-            checkpoints[j] = (W, S)
+        if tape is not None and j in tape.states:
+            tape.states[j] = (copied(W), copied(S)) if owned and in_place else (W, S)
         start = xi if plan.carried and j == 0 else W
-        norm, goal = _cut(ln, n), _cut(target, n)
-        a, delta, error, _ = inner_gradient(plan.net, start, k[here], inner_target[here], norm)
+        gain, goal = None if ln is None else ln[0][:n], cut(target, n)
+        key_first = query_first = None
+        if start is W or not plan.current:
+            key_first, query_first = torch.bmm(both[here], start[0]).split_with_sizes((C, q.shape[1]), 1)
+        a, delta, error, inner = inner_gradient(plan.net, start, k[here], offset[here], gain, key_first)
         c = coef.part(here) if bound is None else coef.part(here, a, delta, bound)
-        reads.append(_read_chunk(plan, W, S, goal, start, q[here], c, a, delta, norm)[0])
+        pushed = weighted(c_end(c), a, delta)
+        pairs, read = (causal, pushed) if c.c is None else (grouped(c.c, plan.groups), list(zip(a, delta)))
+        ys, ps = _read_chunk(plan, W, S, goal, start, q[here], c, pairs, read, query_first)
+        reads.append(ys[-1])
+        if tape is not None:
+            z, grad_act, normed, _ = inner
+            top = error if ln is None else normed.y
+            tape.chunks.append((*z, *grad_act, top, *ys, *(ps[1:] if keep_pairs else ())))
         if plan.keep_loss:
             losses.append(0.5 * error.detach().square().sum(-1))
         rest = 0 if j == last else plan.counts[j + 1]
         if plan.keep_state or j < last:
-            W, S = _write_chunk(W, S, goal, c, a, delta)
-            if plan.keep_state and rest < n:  # these rows end here
+            final = plan.keep_state and rest < n
+            pushed_S = None if c.s_end is None else weighted(c.s_end, a, delta)
+            W, S = write_chunk(W, S, goal, c, pushed, pushed_S, in_place and owned and not final)
+            owned = True
+            if final:  # these rows end here
                 xi_end = [x[rest:] for x in (W if plan.full is True else start)]
                 if isinstance(plan.full, Tensor):
                     full = plan.full[rest:n, None, None]
                     xi_end = [torch.where(full, w[rest:], x) for w, x in zip(W, xi_end)]
                 ended.append(([x[rest:] for x in W], xi_end, S and [x[rest:] for x in S]))
-            W, S = _cut(W, rest), _cut(S, rest)
+            if rest < n:
+                W, S = cut(W, rest), cut(S, rest)
     final = [None if x[0] is None else [torch.cat(y[::-1]) for y in zip(*x)] for x in zip(*ended)] or [None] * 3
-    return _join(plan, reads, len(q)), _join(plan, losses, len(q)) if plan.keep_loss else None, *final
+    o = _join(plan, reads, len(q))
+    if ln is not None:
+        gain, bias = (padded(whole.spread(x), q) for x in ln)
+        o = torch.addcmul(bias, gain, standardise(o, plan.net.eps).h)
+    o = o + q if plan.net.residual else o
+    return o, _join(plan, losses, len(q)) if plan.keep_loss else None, *final
 
 
 def _join(plan: Plan, pieces: list[Tensor], total: int) -> Tensor:
@@ -163,205 +294,3 @@ def _join(plan: Plan, pieces: list[Tensor], total: int) -> Tensor:
             for x, a, b in zip(pieces, plan.starts, ends)
         ]
     )
-
-
-# ------------------------------------------------------------------------------------ the scan with a backward by hand
-
-
-class ChunkScan(torch.autograd.Function):
-    """`scan` with O(sqrt(steps)) kept states: backward goes through segments of chunks from the last to the first,
-    replays the writes of one segment, then takes each chunk's gradient in closed form (through the reads, the
-    chunk-end update and the inner gradient)."""
-
-    @staticmethod
-    def forward(ctx, plan, depth, q, k, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
-        coef, ln = Coef(theta, c, A, D, s_end, m_end), None if gain is None else (gain, bias)
-        W, xi, S, target = (
-            None if x[0] is None else list(x) for x in (states[i * depth : (i + 1) * depth] for i in range(4))
-        )
-        stride = math.isqrt(len(plan.counts) - 1) + 1
-        checkpoints = dict.fromkeys(range(0, len(plan.counts), stride))
-        o, loss, *final = scan(
-            plan, q, k, v, coef, ln, target, xi, W, S, checkpoints=checkpoints if any(ctx.needs_input_grad) else None
-        )
-        ctx.save_for_backward(q, k, v, *coef, gain, bias, *states)
-        ctx.plan, ctx.depth, ctx.checkpoints, ctx.stride = plan, depth, checkpoints, stride
-        if loss is not None:
-            ctx.mark_non_differentiable(loss)
-        return o, loss, *(y for x in final for y in (x or [None] * depth))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_o, _, *d_final):
-        plan, L = ctx.plan, ctx.depth
-        q, k, v, *rest = ctx.saved_tensors
-        coef, (gain, bias), states = Coef(*rest[:6]), rest[6:8], rest[8:]
-        ln = None if gain is None else (gain, bias)
-        W0, xi, S0, target = (None if x[0] is None else x for x in (states[i * L : (i + 1) * L] for i in range(4)))
-        d_W, d_xi, d_S = (None if x[0] is None else x for x in (d_final[i * L : (i + 1) * L] for i in range(3)))
-        grad = [torch.zeros_like(x) if x is not None else None for x in (q, k, v, *coef)]
-        d_target = None if target is None else [torch.zeros_like(x) for x in target]
-        d_ln = None if ln is None else [torch.zeros_like(x) for x in ln]
-        d_start = [None] * L
-        inner_target = residual_target(plan.net, k, v)
-
-        run_W = run_S = None  # gradients of the state behind the chunk, for the rows that run on
-        for begin in reversed(ctx.checkpoints):
-            replay, (W, S) = [], ctx.checkpoints[begin]
-            ctx.checkpoints[begin] = None
-            steps = range(begin, min(begin + ctx.stride, len(plan.counts)))
-            for j in steps:
-                n, here = plan.counts[j], slice(plan.starts[j], plan.starts[j] + plan.counts[j])
-                W, S = _cut(W, n), _cut(S, n)
-                start = xi if plan.carried and j == 0 else W
-                inner = inner_gradient(plan.net, start, k[here], inner_target[here], _cut(ln, n))
-                replay.append((start, W, S, inner))
-                if j < steps[-1]:
-                    W, S = _write_chunk(W, S, _cut(target, n), coef.part(here), inner[0], inner[1])
-            for j in reversed(steps):
-                n, here = plan.counts[j], slice(plan.starts[j], plan.starts[j] + plan.counts[j])
-                kept = 0 if j == len(plan.counts) - 1 else plan.counts[j + 1]
-                start, W, S, inner = replay.pop()
-                end_W, end_S, end_xi = _end_gradients(plan, kept, n, run_W, run_S, d_W, d_S, d_xi, W)
-                run_W, run_S, run_start = _chunk_backward(
-                    plan, here, start, W, S, _cut(target, n), _cut(ln, n), q[here], k[here], v[here], coef.part(here),
-                    inner, d_o[here], end_W, end_S, grad, _cut(d_target, n), _cut(d_ln, n),
-                )  # fmt: skip
-                if end_xi is not None:
-                    for x, y in zip(run_start, end_xi):
-                        x += y
-                if start is xi:
-                    d_start = run_start
-        d_S0 = [None] * L if S0 is None else run_S
-        none = [None] * L
-        return None, None, *grad, *(d_ln or (None, None)), *run_W, *d_start, *d_S0, *(d_target or none)
-
-
-def _end_gradients(plan: Plan, kept: int, n: int, run_W, run_S, d_W, d_S, d_xi, W):
-    """Gradients of (W, S) behind a chunk: rows [0, kept) run on, rows [kept, n) ended here and get their final
-    state's gradients."""
-    if kept == n:
-        return run_W, run_S, None
-    if d_W is None:  # nobody asked for the final state
-        if not kept:
-            return [torch.zeros_like(w) for w in W], None, None
-        run_W, run_S = (y and [F.pad(x, (0, 0, 0, 0, 0, n - kept)) for x in y] for y in (run_W, run_S))
-        return run_W, run_S, None
-    final_W, final_S, final_xi = ([x[kept:n] for x in y] if y is not None else None for y in (d_W, d_S, d_xi))
-    full = plan.full[kept:n, None, None] if isinstance(plan.full, Tensor) else plan.full
-    to_W = [torch.where(full, x, 0.0) if isinstance(full, Tensor) else x * full for x in final_xi]
-    end_W = [x + y for x, y in zip(final_W, to_W)]
-    end_xi = [F.pad(x - y, (0, 0, 0, 0, kept, 0)) for x, y in zip(final_xi, to_W)]
-    if kept:
-        end_W = [torch.cat([x, y]) for x, y in zip(run_W, end_W)]
-        final_S = final_S and [torch.cat([x, y]) for x, y in zip(run_S, final_S)]
-    return end_W, final_S, end_xi
-
-
-def _chunk_backward(
-    plan, here, start, W, S, target, ln, q, k, v, coef, inner, d_o, end_W, end_S, grad, d_target, d_ln
-):
-    """Closed-form gradient of one chunk, given those of its end state (consumed in place). Adds into `grad` (slices
-    `here`), `d_target` and `d_ln`; returns d W_0, d S_0 and d W_xi (the same tensors as d W_0 where W_xi is W_0)."""
-    net, L, G, C = plan.net, len(W), plan.groups, k.shape[1]
-    a, delta, error, tape = inner
-    d_q, d_k, d_v, d_theta, d_c, d_A, d_D, d_s, d_m = (None if x is None else x[here] for x in grad)
-
-    # the chunk-end state
-    c_end, d_c_end = (coef.theta, d_theta) if coef.c is None else (coef.c[:, -1], d_c[:, -1])
-    d_a, d_delta, d_W, d_S = [], [], [], None if S is None else []
-    for i, dw in enumerate(end_W):
-        m = torch.bmm(delta[i], dw.transpose(1, 2))
-        d_c_end -= (a[i] * m).sum(-1)
-        d_a.append(m.mul_(-c_end[..., None]))
-        d_delta.append(torch.bmm(a[i], dw).mul_(-c_end[..., None]))
-        if end_S is not None:
-            m = torch.bmm(delta[i], end_S[i].transpose(1, 2))
-            d_s -= (a[i] * m).sum(-1)
-            d_a[i].addcmul_(coef.s_end[..., None], m, value=-1)
-            d_delta[i].addcmul_(coef.s_end[..., None], torch.bmm(a[i], end_S[i]), value=-1)
-        if S is not None:
-            d_D[:, -1] += (dw * S[i]).sum((1, 2))
-            d_S.append(coef.D[:, -1, None, None] * dw)
-            if end_S is not None:
-                d_S[i].addcmul_(coef.m_end[:, None, None], end_S[i])
-                d_m += (end_S[i] * S[i]).sum((1, 2))
-        if coef.A is not None:
-            keep = coef.A[:, -1, None, None]
-            d_A[:, -1] += (dw * (W[i] if target is None else W[i] - target[i])).sum((1, 2))
-            if target is not None:
-                d_target[i].addcmul_(1 - keep, dw)
-            dw = dw.mul_(keep)
-        d_W.append(dw)
-    d_start = d_W if start is W else [torch.zeros_like(x) for x in W]
-
-    # the reads: o = f(W_t, q) as a masked attention over the chunk's writes, or f(W_xi, q)
-    reads, normed = _read_chunk(plan, W, S, target, start, q, coef, a, delta, ln)[1]
-    dy = d_o
-    if ln is not None:
-        d_ln[0] += (d_o * normed.h).sum(1, keepdim=True)
-        d_ln[1] += d_o.sum(1, keepdim=True)
-        dy = through_standardise(ln[0] * d_o, normed)
-    pairs = _pair_weights(plan, coef, C) if plan.current else None
-    A = None if coef.A is None or not plan.current else _grouped(coef.A, G)[..., None]
-    D = None if coef.D is None or not plan.current else _grouped(coef.D, G)[..., None]
-    d_pairs = None
-    for i in reversed(range(L)):
-        x, kept, moved, p, _ = reads[i]
-        if not plan.current:
-            d_start[i].baddbmm_(x.transpose(1, 2), dy)
-            d_x = torch.bmm(dy, start[i].transpose(1, 2))
-        else:
-            g = torch.bmm(dy, delta[i].transpose(1, 2))
-            d_p = pairs * g
-            d_pairs = g.mul_(p) if d_pairs is None else d_pairs.addcmul_(g, p)
-            d_delta[i].baddbmm_((pairs * p).transpose(1, 2), dy, alpha=-1)
-            d_a[i].baddbmm_(d_p.transpose(1, 2), x, alpha=-1)
-            dy_W = dy if A is None else A * dy
-            d_W[i].baddbmm_(x.transpose(1, 2), dy_W)
-            d_x = torch.bmm(dy_W, W[i].transpose(1, 2)).baddbmm_(d_p, a[i], alpha=-1)
-            if A is not None:
-                d_A += _ungrouped((dy * kept).sum(-1), G)
-                if target is not None:
-                    dy_T = dy - dy_W
-                    d_target[i].baddbmm_(x.transpose(1, 2), dy_T)
-                    d_x.baddbmm_(dy_T, target[i].transpose(1, 2))
-            if S is not None:
-                d_D += _ungrouped((dy * moved).sum(-1), G)
-                d_S[i].baddbmm_(x.transpose(1, 2), D * dy)
-                d_x.baddbmm_(D * dy, S[i].transpose(1, 2))
-        dy = through_activation(net.activation, d_x, reads[i - 1][4]) if i else d_x
-    torch.add(dy, d_o, out=d_q) if net.residual else d_q.copy_(dy)
-    if plan.current:
-        d_pairs = _ungrouped(d_pairs, G)
-        if coef.c is None:
-            d_theta -= d_pairs.tril_().sum(1)
-        else:
-            d_c -= d_pairs
-
-    # the inner gradient: a and delta as functions of k, v and W_xi
-    z, grad_act, normed, u = tape
-    d_z = [None] * L
-    for i in range(L - 1):
-        d_g = through_activation(net.activation, d_delta[i], z[i])
-        d_z[i] = d_delta[i].mul_(grad_act[i]).mul_(curvature(net.activation, z[i]))
-        d_delta[i + 1].baddbmm_(d_g, start[i + 1])
-        d_start[i + 1].baddbmm_(d_g.transpose(1, 2), delta[i + 1])
-    d_error = d_z[-1] = d_delta[-1]
-    if ln is not None:
-        lam, h, inverse = d_delta[-1], normed.h, normed.inverse
-        d_u = through_standardise(lam, normed)
-        d_error = ln[0] * d_u
-        d_h = ln[0] * d_error - (lam * (u * h).mean(-1, True) + u * (lam * h).mean(-1, True)) * inverse
-        d_s_norm = (lam * delta[-1]).mean(-1, True) * inverse
-        d_z[-1] = through_standardise(d_h, normed) - d_s_norm * h
-        d_ln[0] += (d_u * error + d_error * h).sum(1, keepdim=True)
-        d_ln[1] += d_error.sum(1, keepdim=True)
-    torch.neg(d_error, out=d_v)
-    for i in reversed(range(L)):
-        d_a[i].baddbmm_(d_z[i], start[i].transpose(1, 2))
-        d_start[i].baddbmm_(a[i].transpose(1, 2), d_z[i])
-        if i:
-            d_z[i - 1] += through_activation(net.activation, d_a[i], z[i - 1])
-    torch.add(d_a[0], d_error, out=d_k) if net.residual else d_k.copy_(d_a[0])
-    return d_W, d_S, d_start

@@ -4,6 +4,8 @@ Both clocks are kept. `wall` is what a user waits for; `cpu` is the processor ti
 processes on a shared machine disturb far less. Ratios are formed inside a round and only then summarised.
 """
 
+import hashlib
+import os
 import platform
 import statistics
 import subprocess
@@ -15,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+import tnt_hf
+
 
 PACKAGES = ("torch", "transformers", "triton", "titans-pytorch", "numpy")
 
@@ -25,7 +29,7 @@ def environment(seed: int, **more) -> dict:
         "command": "python -m " + " ".join([_module_name(), *map(_portable, sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "tnt_hf")),
+        "source_sha256": _source_digest(),
         "cpu": _cpu_model(),
         "cores": len(_usable_cores()),
         "threads": torch.get_num_threads(),
@@ -63,6 +67,12 @@ def _git(*arguments: str) -> str | None:
     return run.stdout.strip() if run.returncode == 0 else None
 
 
+def _source_digest() -> str:
+    """Of the package that was really imported, which a commit id does not promise."""
+    files = sorted(Path(tnt_hf.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -73,8 +83,6 @@ def _cpu_model() -> str:
 
 
 def _usable_cores():
-    import os
-
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 

@@ -180,6 +180,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def print_line(title: str, entry: dict, rival: str, target: float | None) -> None:
     for name, result in entry.items():
+        if name == "tnt-hf":
+            print(f"{title} tnt-hf alone: {result['tokens_per_second']['cpu']['median']:.0f} tokens/s of cpu time")
+            continue
         if not isinstance(result, dict) or not isinstance(result.get(rival), dict):
             print(f"{title} {name}: {NOT_MEASURED}", flush=True)
             continue

@@ -1,0 +1,159 @@
+"""The outer backward of `scan_tnt.scan`, by hand: what the forward keeps, and the way from the last chunk to the
+first.
+
+Axis legend
+    C tokens per chunk   G query heads per memory head   L layers of the memory network
+    P programs: grid rows x heads of a block's chunks
+
+The weights a chunk started from are kept, undone (W_0 = W_C + sum_i c_i g_i, exact up to rounding and taken anew from
+a kept state every sqrt(steps) chunks) or replayed from a kept state, whichever is cheapest. Travels with every pushed
+checkpoint.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .block_tnt import Backward, BlockBackward, Rebuilt, Running
+from .coefficients_tnt import Coef
+from .network_tnt import inner_offset, slopes, standardise, through_standardise
+from .scan_tnt import Block, Plan, Tape, blocks, c_end, cut, padded, scan, weighted, write_chunk
+
+
+BLOCK_ELEMENTS = 1 << 16  # of a block's widest activation: few kernel launches, and a block stays in the cache
+KEEP_RATIO = 1  # all states are kept if they take at most so many times what the tokens of a chunk keep anyway
+
+
+class ChunkScan(torch.autograd.Function):
+    """`scan` with a closed-form backward: through the reads, the chunk-end update and the inner gradient. It keeps the
+    `Tape`, O(1) per token, and O(sqrt(steps)) states (all of them where they are small against the tape)."""
+
+    @staticmethod
+    def forward(ctx, plan, depth, q, k, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
+        coef, ln = Coef(theta, c, A, D, s_end, m_end), None if gain is None else (gain, bias)
+        W, xi, S, target = layers(states, depth)
+        steps, C = len(plan.counts), k.shape[1]
+        widths = [w.shape[2] for w in W]
+        ctx.length = max(1, min(BLOCK_ELEMENTS // (plan.counts[0] * C * max(widths)), math.isqrt(steps)))
+        ctx.stride = max(1, -(-math.isqrt(steps - 1) // ctx.length)) * ctx.length
+        kept, floats = range(0, steps, ctx.stride), sum(w[0].numel() for w in W) * (1 if s_end is None else 2)
+        if floats <= KEEP_RATIO * C * (3 * sum(widths[:-1]) + 4 * widths[-1]):  # the tape; k, v, y twice
+            ctx.way, ctx.stride, kept = "keep", ctx.length, range(steps)
+        elif c is None and min(plan.counts) == plan.counts[0]:
+            ctx.way, kept = "undo", [*kept, steps - 1]
+        else:
+            ctx.way = "replay"
+        tape = Tape([], dict.fromkeys(kept)) if any(ctx.needs_input_grad) else None
+        o, loss, *final = scan(plan, q, k, v, coef, ln, target, xi, W, S, tape=tape)
+        if tape is not None:
+            ctx.width, ctx.steps = len(tape.chunks[0]), [(j, S is not None) for j, (_, S) in tape.states.items()]
+            flat = [x for part in tape.chunks for x in part]
+            flat += [x for W, S in tape.states.values() for x in (*W, *(S or ()))]
+            ctx.save_for_backward(q, k, v, *coef, gain, bias, *states, *flat)
+        ctx.plan, ctx.depth = plan, depth
+        if loss is not None:
+            ctx.mark_non_differentiable(loss)
+        return o, loss, *(y for x in final for y in (x or [None] * depth))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_o, _, *d_final):
+        plan, L = ctx.plan, ctx.depth
+        q, k, v, *rest = ctx.saved_tensors
+        coef, (gain, bias), states, flat = Coef(*rest[:6]), rest[6:8], rest[8 : 8 + 4 * L], iter(rest[8 + 4 * L :])
+        ln = None if gain is None else (gain, bias)
+        tape = Tape([tuple(next(flat) for _ in range(ctx.width)) for _ in plan.counts], {})
+        for j, momentum in ctx.steps:
+            tape.states[j] = [next(flat) for _ in range(L)], [next(flat) for _ in range(L)] if momentum else None
+        _, xi, S0, target = layers(states, L)
+        zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, *coef)]
+        d_target = None if target is None else [torch.zeros_like(x) for x in target]
+        d_ln = None if ln is None else [torch.zeros_like(x) for x in ln]
+        back = Backward(plan, ctx.way, tape, xi, target, ln, layers(d_final, L, 3), zeros, d_target, d_ln)
+        whole = blocks(plan, len(plan.counts))[0]
+        offset = inner_offset(plan.net, k, v, None if ln is None else padded(whole.spread(ln[1]), k))
+        todo, run = blocks(plan, ctx.length), Running(None, None, None, None)
+        while todo:
+            begin = (todo[-1].steps[0] // ctx.stride) * ctx.stride
+            group = []
+            while todo and todo[-1].steps[0] >= begin:
+                block = todo.pop()
+                group.append((block, rebuild(plan, block, tape, L, k, q, offset, ln) if ctx.way == "replay" else None))
+            entries = replay(plan, tape, group, target, coef, L) if ctx.way == "replay" else []
+            for block, built in group:
+                built = built or rebuild(plan, block, tape, L, k, q, offset, ln)
+                run = BlockBackward(back, block, built, q[block.here], d_o[block.here], coef.part(block.here)).run(
+                    run, entries
+                )
+        none = [None] * L
+        d_S0 = none if S0 is None else run.d_S
+        return (
+            None,
+            None,
+            *back.grad,
+            *(back.d_ln or (None, None)),
+            *run.d_W,
+            *(run.d_xi or none),
+            *d_S0,
+            *(back.d_target or none),
+        )
+
+
+def layers(flat, L: int, kinds: int = 4) -> list[list[Tensor] | None]:
+    """A flat tuple of `kinds` x L tensors as lists, `None` for a kind that is absent."""
+    parts = (flat[i * L : (i + 1) * L] for i in range(kinds))
+    return [None if x[0] is None else list(x) for x in parts]
+
+
+# ---------------------------------------------------------------------------------------- what the tape stands for
+
+
+def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln) -> Rebuilt:
+    """A block's networks from what its chunks left on the tape: elementwise work only."""
+    k, q, offset = (x[block.here] for x in (k, q, offset))
+    ln = None if ln is None else [block.spread(x) for x in ln]
+    rows, C, name = q.shape[1], k.shape[1], plan.net.activation
+    parts = iter([block.stack(list(x)) for x in zip(*(tape.chunks[j] for j in block.steps))])
+    z, grad_act = ([next(parts) for _ in range(L - 1)] for _ in range(2))
+    top, read_z, read_y, pairs = next(parts), [next(parts) for _ in range(L - 1)], next(parts), list(parts)
+    x, a, delta, slope, curve, read_slope = [q], [k], [], [], [], []
+    left, right = [torch.cat([q, k], 1)], []
+    for i in range(L - 1):
+        left.append(q.new_empty(len(q), rows + 2 * C, z[i].shape[-1]))
+        right.append(q.new_empty(len(q), rows + C * (2 if i else 1), z[i].shape[-1]))
+        x.append(left[-1][:, :rows])
+        a.append(left[-1][:, rows : rows + C])
+        read_slope.append(slopes(name, read_z[i], x[-1])[0])
+        first, second = slopes(name, z[i], a[-1], grad_act[i])
+        slope.append(first)
+        curve.append(second)
+        delta.append(torch.mul(grad_act[i], first, out=right[-1][:, rows + C :] if i else None))
+    normed = u = None
+    error = last = top
+    if ln is not None:
+        normed = standardise(top, plan.net.eps)
+        error = torch.addcmul(offset, ln[0], normed.h)
+        u = ln[0] * error
+        last = through_standardise(u, normed)
+    delta.append(last)
+    right.append(q.new_empty(len(q), rows + C * (2 if L > 1 else 1), last.shape[-1]))
+    if L > 1:
+        right[-1][:, rows + C :] = last
+    return Rebuilt(left, right, x, a, delta, slope, curve, read_slope, read_y, pairs, error, normed, u, ln)
+
+
+def replay(plan: Plan, tape: Tape, group, target, coef: Coef, L: int) -> list:
+    """(W, S) before each chunk of a group of blocks (last block first), from the kept state before the first."""
+    entries, last = [], group[0][0].steps[-1]
+    W, S = tape.states[group[-1][0].steps[0]]
+    for block, built in reversed(group):
+        for j, x in zip(block.steps, zip(*map(block.cut, (*built.a, *built.delta)))):
+            n = plan.counts[j]
+            W, S = cut(W, n), cut(S, n)
+            entries.append((W, S))
+            if j < last:
+                here = coef.part(slice(plan.starts[j], plan.starts[j] + n))
+                pushed_S = None if here.s_end is None else weighted(here.s_end, x[:L], x[L:])
+                W, S = write_chunk(W, S, cut(target, n), here, weighted(c_end(here), x[:L], x[L:]), pushed_S)
+    return entries
