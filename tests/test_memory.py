@@ -8,7 +8,6 @@ recurrence and catches any wrong term.
 import ast
 import inspect
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tnt_hf import block_tnt, coefficients_tnt, grid_tnt, memory_tnt, network_tnt, reverse_tnt, scan_tnt
-from tnt_hf.memory_tnt import MemoryState, memory_chunkwise, memory_naive, project_queries
+from tnt_hf.memory_tnt import MemoryState, memory_chunkwise, memory_naive
 
 
 EXACT = 1e-10
@@ -327,6 +326,45 @@ def test_a_long_scan_replays_its_segments():
     assert_same(torch.autograd.grad(probe(chunk), inputs), torch.autograd.grad(probe(naive), inputs))
 
 
+@pytest.mark.parametrize("gates", [(), ("momentum",), ("decay",), ("momentum", "decay")], ids=str)
+@pytest.mark.parametrize("keep_ratio, block_elements", [(0, 50), (0, 1 << 17), (1e9, 50)])
+def test_every_way_back_to_a_chunks_weights(monkeypatch, keep_ratio, block_elements, gates):
+    """States kept, undone or replayed, in blocks of one chunk or many: the same gradients."""
+    monkeypatch.setattr(reverse_tnt, "KEEP_RATIO", keep_ratio)
+    monkeypatch.setattr(reverse_tnt, "BLOCK_ELEMENTS", block_elements)
+    tensors, weights, options = make_inputs(B=2, T=70, G=2, depth=3, layernorm=True, **dict.fromkeys(gates, True))
+    tensors[3] = 0.1 * tensors[3]
+    inputs = leaves(tensors, weights, options)
+    for x in inputs:
+        x.requires_grad_()
+    naive, chunk = (
+        run(op, tensors, weights, options, chunk_size=3, reset_interval=48) for op in (memory_naive, memory_chunkwise)
+    )
+    assert_same(torch.autograd.grad(probe(chunk), inputs), torch.autograd.grad(probe(naive), inputs))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("layernorm", [False, True])
+def test_float32_gradients(activation, layernorm):
+    """float32 takes other kernels than float64 (one of them, `gelu.out`, is broken on strided buffers in torch 2.13).
+    1e-4 is some hundred roundings of 6e-8, ten times what is seen."""
+    tensors, weights, options = make_inputs(T=96, K=16, V=16, hidden=64, layernorm=layernorm, momentum=True)
+    tensors[3] = 0.1 * tensors[3]
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        cast = [[x.to(dtype) for x in y] for y in (tensors, weights)]
+        gates = {
+            n: (*(y.to(dtype) for y in x[:2]), x[2]) if n == "layernorm" else x.to(dtype) for n, x in options.items()
+        }
+        inputs = leaves(*cast, gates)
+        for x in inputs:
+            x.requires_grad_()
+        out = run(memory_chunkwise, *cast, gates, chunk_size=8, activation=activation)[0]
+        results.append([x.double() for x in torch.autograd.grad(out.square().sum(), inputs)])
+    for got, want in zip(results[1], results[0]):
+        assert (got - want).norm() <= 1e-4 * want.norm()
+
+
 @pytest.mark.parametrize("momentum", [False, True])
 @pytest.mark.parametrize("hidden", [5, 40])
 def test_backward_may_run_twice(momentum, hidden):
@@ -521,59 +559,3 @@ def test_one_token_compiles_without_a_graph_break():
         out, state = step([y.contiguous() for y in x], {n: y.contiguous() for n, y in g.items()}, state)
         outputs.append(out)
     assert_same([torch.cat(outputs, 1)], [want])
-
-
-# ----------------------------------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"chunk_size": 0}, "chunk_size.*0"),
-        ({"chunk_size": 2.0}, "chunk_size.*2.0"),
-        ({"reset_interval": 6}, "reset_interval.*chunk_size=4.*6"),
-        ({"read": "future"}, "read.*future"),
-        ({"query_projection": "all"}, "query_projection.*all"),
-        ({"activation": "relu"}, "activation.*relu"),
-        ({"decay_target": "mean"}, "decay_target.*mean"),
-        ({"omega_window": 2}, "omega_window.*2"),
-        ({"implementation": "triton"}, "implementation.*triton"),
-        ({"grad_bound": -1.0}, "grad_bound.*-1.0"),
-        ({"mask": torch.ones(1, 5, dtype=torch.bool)}, r"mask.*\[1, 12\].*\[1, 5\]"),
-        ({"mask": torch.ones(1, 12)}, "mask.*bool.*float32"),
-        ({"segment_ids": torch.ones(1, 12)}, "segment_ids.*integers"),
-        ({"momentum": torch.ones(1, 12, 3, dtype=torch.float64)}, r"momentum.*\[1, 12, 2\].*\[1, 12, 3\]"),
-        ({"layernorm": (torch.ones(2, 4), torch.ones(2, 4), 0.0)}, "layernorm.*eps=0.0"),
-    ],
-)
-def test_bad_options_are_named(change, message):
-    tensors, weights, _ = make_inputs()
-    with pytest.raises(ValueError, match=message):
-        memory_chunkwise(*tensors, weights, **{"chunk_size": 4, **change})
-
-
-def test_bad_tensors_are_named():
-    (q, k, v, lr), weights, _ = make_inputs(G=2)
-    for args, message in [
-        ((q[:, :, :3], k, v, lr, weights), "q must have a multiple of k's 2 heads, got 3"),
-        ((q, k[:, :5], v, lr, weights), r"k must have shape .* got \[1, 5, 2, 4\]"),
-        ((q, k, v.long(), lr, weights), "v must be a floating point tensor, got torch.int64"),
-        ((q, k, v, lr, [weights[0], weights[1][:, :4]]), r"weights\[1\] must have shape"),
-        ((q, k, v, lr, []), "weights must hold at least one layer"),
-        ((q[:, :0], k[:, :0], v[:, :0], lr[:, :0], weights), "q must not be empty"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            memory_chunkwise(*args, chunk_size=4)
-    with pytest.raises(ValueError, match="reset_interval.*-1"):
-        project_queries(q, k, reset_interval=-1)
-    state = memory_chunkwise(q, k, v, lr, weights, chunk_size=4, output_final_state=True)[1]
-    with pytest.raises(ValueError, match="initial_state.momentum must be a tensor"):
-        memory_chunkwise(q, k, v, lr, weights, momentum=lr, chunk_size=4, initial_state=state)
-
-
-def test_the_math_files_need_only_torch():
-    for module in MODULES:
-        source = Path(module.__file__).read_text()
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Import):
-                assert all(x.name.split(".")[0] in {"math", "torch"} for x in node.names)

@@ -1,0 +1,52 @@
+"""Bad input to the memory operation: an error that names the argument and its value, before any compute."""
+
+import pytest
+import torch
+from test_memory import make_inputs
+
+from tnt_hf.memory_tnt import memory_chunkwise, project_queries
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"chunk_size": 0}, "chunk_size.*0"),
+        ({"chunk_size": 2.0}, "chunk_size.*2.0"),
+        ({"reset_interval": 6}, "reset_interval.*chunk_size=4.*6"),
+        ({"read": "future"}, "read.*future"),
+        ({"query_projection": "all"}, "query_projection.*all"),
+        ({"activation": "relu"}, "activation.*relu"),
+        ({"decay_target": "mean"}, "decay_target.*mean"),
+        ({"omega_window": 2}, "omega_window.*2"),
+        ({"implementation": "triton"}, "implementation.*triton"),
+        ({"grad_bound": -1.0}, "grad_bound.*-1.0"),
+        ({"mask": torch.ones(1, 5, dtype=torch.bool)}, r"mask.*\[1, 12\].*\[1, 5\]"),
+        ({"mask": torch.ones(1, 12)}, "mask.*bool.*float32"),
+        ({"segment_ids": torch.ones(1, 12)}, "segment_ids.*integers"),
+        ({"momentum": torch.ones(1, 12, 3, dtype=torch.float64)}, r"momentum.*\[1, 12, 2\].*\[1, 12, 3\]"),
+        ({"layernorm": (torch.ones(2, 4), torch.ones(2, 4), 0.0)}, "layernorm.*eps=0.0"),
+    ],
+)
+def test_bad_options_are_named(change, message):
+    tensors, weights, _ = make_inputs()
+    with pytest.raises(ValueError, match=message):
+        memory_chunkwise(*tensors, weights, **{"chunk_size": 4, **change})
+
+
+def test_bad_tensors_are_named():
+    (q, k, v, lr), weights, _ = make_inputs(G=2)
+    for args, message in [
+        ((q[:, :, :3], k, v, lr, weights), "q must have a multiple of k's 2 heads, got 3"),
+        ((q, k[:, :5], v, lr, weights), r"k must have shape .* got \[1, 5, 2, 4\]"),
+        ((q, k, v.long(), lr, weights), "v must be a floating point tensor, got torch.int64"),
+        ((q, k, v, lr, [weights[0], weights[1][:, :4]]), r"weights\[1\] must have shape"),
+        ((q, k, v, lr, []), "weights must hold at least one layer"),
+        ((q[:, :0], k[:, :0], v[:, :0], lr[:, :0], weights), "q must not be empty"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            memory_chunkwise(*args, chunk_size=4)
+    with pytest.raises(ValueError, match="reset_interval.*-1"):
+        project_queries(q, k, reset_interval=-1)
+    state = memory_chunkwise(q, k, v, lr, weights, chunk_size=4, output_final_state=True)[1]
+    with pytest.raises(ValueError, match="initial_state.momentum must be a tensor"):
+        memory_chunkwise(q, k, v, lr, weights, momentum=lr, chunk_size=4, initial_state=state)
