@@ -1,6 +1,6 @@
 """The demo: train a small TNT on Python's standard library, compare it with its twin, save it and load it again.
 
-Stage 1 trains everything with local chunks of 16 tokens, stage 2 only the local memories with chunks of one token. The
+Stage 1 trains everything with local chunks of 8 tokens, stage 2 only the local memories with chunks of one token. The
 twin is the same model without memories, so it has a sliding window only: it starts from the same backbone weights and
 sees the same text in the same order, as much as both stages together. A second, synthetic task (`data.Recall`) shows
 over which distance each of the two can look something up.

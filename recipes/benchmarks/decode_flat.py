@@ -69,7 +69,6 @@ def model_contestant(context: int, steps: int, args):
         global_chunk_size=1024,
         local_chunk_sizes=[args.chunk_size],
         local_reset_interval=args.reset_interval,
-        memory_max_lr=1e-3,
         max_position_embeddings=1 << 18,
         eos_token_id=None,
     )
