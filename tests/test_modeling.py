@@ -397,13 +397,16 @@ def test_state_and_weights_stay_float32_in_half_precision(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_training_step():
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiled_training_step(padded):
     torch._dynamo.reset()
-    model, ids = tiny_model(torch.float32, num_hidden_layers=1).train(), tokens(2, 24)
+    model, ids, mask = tiny_model(torch.float32, num_hidden_layers=1).train(), tokens(2, 24), None
+    if padded:
+        ids, mask = left_padded([ids[0], ids[1, :17]])
     gradients = []
     for step in (model, torch.compile(model, backend="aot_eager")):
         model.zero_grad()
-        step(ids, labels=ids, use_cache=False).loss.backward()
+        step(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
         close(gradients[1][name], gradient, SINGLE)
