@@ -8,6 +8,7 @@ Needs nothing of Transformers' own tests.
 
 import pytest
 import torch
+from tiny import TINY
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 
@@ -29,22 +30,7 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 def build(variant: str, **changes) -> TNTForCausalLM:
     """A float64 model in eval mode whose weights all have std 0.3, norms and biases too."""
-    fields = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 4,
-        "global_chunk_size": 8,
-        "local_chunk_sizes": [2, 4],
-        "local_reset_interval": 16,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+    fields = TINY | {"vocab_size": 61, "layer_types": ["sliding_attention", "full_attention"], "bos_token_id": 1}
     generator = torch.Generator().manual_seed(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *args, **kwargs: None)  # the shared, zero-gated variant warns by design

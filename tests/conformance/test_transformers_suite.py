@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tiny import TINY
 from transformers.cache_utils import Cache, StaticCache
 from transformers.models.auto import get_values
 from transformers.models.auto import modeling_auto as auto
@@ -62,22 +63,14 @@ def setUpModule():
 
 def small_config(**changes) -> TNTConfig:
     """A model whose every boundary lies within a few tokens: window 4, C_G = 8, S_L = 16, C_L = 2 and 4."""
-    fields = {
+    fields = TINY | {
         "vocab_size": 99,
-        "hidden_size": 32,
         "intermediate_size": 37,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 4,
-        "global_chunk_size": 8,
-        "local_chunk_sizes": [2, 4],
-        "local_reset_interval": 16,
-        "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "max_position_embeddings": 512,
+        "initializer_range": 0.02,  # the library's own default, which its tolerances are made for
     }
     return TNTConfig(**fields | changes)
 
