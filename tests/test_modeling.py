@@ -275,7 +275,7 @@ def test_refused_generation():
         ({"cache_implementation": "quantized"}, "quantized"),
         ({"past_key_values": DynamicCache()}, "without config"),
         ({"past_key_values": DynamicCache(config=model.config, offloading=True)}, "offloading"),
-        ({"past_key_values": TNTCache(tiny_config(num_hidden_layers=3))}, "3 layers"),
+        ({"past_key_values": TNTCache(tiny_config(num_hidden_layers=3))}, "filled with 3, the model has 2"),
     ]
     for kwargs, message in refused:
         with pytest.raises(ValueError, match=message):

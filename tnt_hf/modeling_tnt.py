@@ -51,7 +51,7 @@ from .branch_tnt import (
     wide,
 )
 from .cache_tnt import StateLayout, TNTCache
-from .configuration_tnt import TNTConfig
+from .configuration_tnt import LAYER_TYPES, TNTConfig
 
 
 @dataclass
@@ -439,6 +439,9 @@ def _default_positions(
     return position_ids
 
 
+RUNTIME_FIELDS = ("local_chunk_sizes", "sliding_window", "layer_types")  # may change while a cache lives
+
+
 def check_cache(cache: Any, config: TNTConfig) -> None:
     """
     Refuse what cannot hold a memory, before any compute.
@@ -451,6 +454,10 @@ def check_cache(cache: Any, config: TNTConfig) -> None:
         raise ValueError(
             f"past_key_values must be a transformers Cache such as TNTCache(config), got {type(cache).__name__}."
         )
+    if isinstance(cache, TNTCache) and any(
+        cache.fingerprint[name] != getattr(config, name) for name in RUNTIME_FIELDS
+    ):
+        cache.adapt(config)
     if not config.memory_layer_indices:
         return
     hint = "use TNTCache(model.config)"
@@ -467,10 +474,8 @@ def check_cache(cache: Any, config: TNTConfig) -> None:
             f"past_key_values has {len(cache.layers)} layers, num_hidden_layers={config.num_hidden_layers}; {hint}."
         )
     sizes = config.local_chunk_sizes
-    if isinstance(cache, TNTCache):
-        if cache.fingerprint["local_chunk_sizes"] != sizes:
-            cache.adapt(config)
-    elif (filled_with := getattr(cache, "local_chunk_sizes", None)) is None:
+    filled_with = sizes if isinstance(cache, TNTCache) else getattr(cache, "local_chunk_sizes", None)
+    if filled_with is None:
         cache.local_chunk_sizes = sizes
     elif filled_with != sizes:
         raise ValueError(f"local_chunk_sizes: the cache was filled with {filled_with}, the model has {sizes}; {hint}.")
@@ -587,6 +592,49 @@ class TNTPreTrainedModel(PreTrainedModel):
         except ValueError:
             self.config.local_chunk_sizes = old
             raise
+
+    def set_sliding_window(self, window: int | None, layers: list[int] | None = None) -> None:
+        """
+        Narrow attention to `window` tokens (the query's own included), or widen it to everything with `None`. A
+        converted checkpoint starts with its source's attention, and a recipe narrows it while the memory learns.
+
+        Args:
+            layers: layers to change, by default all that attend; a model has one window size.
+
+        Raises:
+            ValueError: an impossible window or layer, or a size that differs from the window of the other layers.
+        """
+        config, old = self.config, (self.config.sliding_window, list(self.config.layer_types))
+        attending = [i for i in range(config.num_hidden_layers) if self._attends(i)]
+        layers = attending if layers is None else list(layers)
+        if unknown := sorted(set(layers) - set(attending)):
+            raise ValueError(f"layers={layers!r}: {unknown} are none of the layers {attending} that attend.")
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+            raise ValueError(f"sliding_window={window!r}: must be a positive integer (tokens) or None.")
+        others = [i for i in attending if i not in layers and "sliding" in old[1][i]]
+        if window is not None and others and window != old[0]:
+            raise ValueError(f"sliding_window={window!r}: layers {others} keep {old[0]}, and a model has one window.")
+        types = list(old[1])
+        for i in layers:
+            wide, narrow = ("hybrid", "hybrid_sliding") if "hybrid" in types[i] else LAYER_TYPES[1::-1]
+            types[i] = wide if window is None else narrow
+        narrowed = any("sliding" in types[i] for i in attending)
+        try:
+            if window is not None:
+                config.sliding_window = window
+            elif not narrowed and len(attending) == config.num_hidden_layers:
+                config.sliding_window = None
+            config.layer_types = types
+            config.validate_architecture()
+        except ValueError:
+            config.sliding_window, config.layer_types = old
+            raise
+        for module in self.modules():
+            if isinstance(module, TNTAttention):
+                module.sliding_window = config.sliding_window if "sliding" in types[module.layer_idx] else None
+
+    def _attends(self, layer: int) -> bool:
+        return self.config.variant != "lmm" or layer not in self.config.memory_layer_indices
 
     def freeze_for_stage2(self) -> int:
         """
