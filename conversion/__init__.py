@@ -1,1 +1,49 @@
-"""Conversion of pretrained checkpoints, imported as `tnt_hf.conversion`. Empty in this version."""
+"""Pretrained checkpoints into TNT hybrids, and memory into live models.
+
+Two doors, one engine. `convert_checkpoint` writes a standalone TNT checkpoint beside a Llama, Mistral, Qwen or Phi-3
+one, and `verify_conversion` proves what it promises. `inject` puts a memory into any live causal LM, before `o_proj`.
+Names are imported when they are first used, so importing the package costs nothing.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+
+
+_MODULES = {
+    "convert_checkpoint": "convert",
+    "verify_conversion": "verify",
+    "window_errors": "sensitivity",
+    "choose_full_attention": "sensitivity",
+    "inject": "inject",
+    "unload": "inject",
+    "LiZAConfig": "injection_config",
+    "TNTInjectionConfig": "injection_config",
+    "LiZACallback": "schedules",
+    "LiZAttention": "liza",
+    "linear_attention": "linear_attention",
+    "lora_config": "adapters",
+    "load_injected": "adapters",
+    "get_tptt_model": "adapters",
+    "export_injected": "export",
+}
+__all__ = sorted(_MODULES)
+
+
+class _Package(ModuleType):
+    """`inject` and `linear_attention` name a function and the file that holds it: the package's attribute is the
+    function, whichever was imported first."""
+
+    def __setattr__(self, name, value):
+        same_name = isinstance(value, ModuleType) and _MODULES.get(name) == name
+        super().__setattr__(name, getattr(value, name) if same_name else value)
+
+    def __getattr__(self, name):
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        setattr(self, name, value)
+        return value
+
+
+sys.modules[__name__].__class__ = _Package

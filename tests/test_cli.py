@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tnt_hf import TNTConfig, TNTForCausalLM
-from tnt_hf.cli import LATER, PRESETS, load_config, main
+from tnt_hf.cli import DELEGATED, LATER, PRESETS, load_config, main
 
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +167,7 @@ def test_help_is_immediate_and_loads_no_torch():
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         seconds.append(time.perf_counter() - start)
     assert done.returncode == 0
-    for name in ("info", "generate", "demo", *LATER):
+    for name in ("info", "generate", *DELEGATED, *LATER):
         assert re.search(rf"^ +{name} ", done.stdout, flags=re.MULTILINE), name
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "tnt_hf" in imported

@@ -9,17 +9,22 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 
 
 # Commands whose engine comes with a later version: listed, and refused with a clear message.
 LATER = {
-    "convert": "turn a Llama/Qwen/Mistral-style checkpoint into a TNT checkpoint",
-    "verify": "compare a converted checkpoint with its source",
     "train": "run a recipe",
     "eval": "evaluate a checkpoint",
     "push": "upload a checkpoint with its model card",
     "bench": "measure speed and memory",
+}
+# Commands that bring their own options, read only when the command is given.
+DELEGATED = {
+    "convert": "turn a Llama/Qwen/Mistral-style checkpoint into a TNT checkpoint",
+    "verify": "prove what a converted checkpoint promises against its source",
+    "demo": "train, save, reload and check a small TNT on real text",
 }
 # Fields of the baselines; a test holds them equal to the one-liners in the docstring of TNTConfig.
 PRESETS = {
@@ -72,9 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
     generate.set_defaults(run=run_generate)
 
-    demo = commands.add_parser("demo", add_help=False, help="train, save, reload and check a small TNT on real text")
-    demo.set_defaults(run=run_demo)
-
+    for name, text in DELEGATED.items():
+        commands.add_parser(name, add_help=False, help=text).set_defaults(run=run_delegated)
     for name, text in LATER.items():
         commands.add_parser(name, help=f"{text} (not available in this version)")
     return parser
@@ -88,9 +92,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "demo":
+    if rest and options.command not in DELEGATED:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    options.rest = rest
+    options.rest = arguments[1:]
     try:
         return options.run(options) or 0
     except (ValueError, OSError) as error:
@@ -262,7 +266,7 @@ def run_info(options) -> None:
         print("  ".join(cells).rstrip())
 
 
-# -------------------------------------------------------------------------------------------------- tnt generate, demo
+# ------------------------------------------------------------------------------ tnt generate; convert, verify and demo
 
 
 def run_generate(options) -> None:
@@ -293,11 +297,16 @@ def run_generate(options) -> None:
     model.generate(**inputs, **sampling, max_new_tokens=options.max_new_tokens, streamer=streamer)
 
 
-def run_demo(options) -> int | None:
-    """`tnt demo`: everything after the word goes to the demo itself."""
-    from tnt_hf.recipes.demo import main as demo
+def run_delegated(options) -> int | None:
+    """`tnt convert`, `tnt verify`, `tnt demo`: everything after the word goes to the command itself."""
+    if options.command == "demo":
+        from tnt_hf.recipes.demo import main as demo
 
-    return demo(options.rest)
+        return demo(options.rest)
+    command = import_module(f"tnt_hf.conversion.{options.command}_command")
+    parser = argparse.ArgumentParser(prog=f"tnt {options.command}", description=command.__doc__)
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(options.rest))
 
 
 if __name__ == "__main__":
