@@ -23,7 +23,8 @@ _MODULES = {
     "LiZAttention": "liza",
     "linear_attention": "linear_attention",
     "lora_config": "adapters",
-    "load_injected": "adapters",
+    "without_adapters": "adapters",
+    "load_injected": "reload",
     "get_tptt_model": "adapters",
     "export_injected": "export",
 }

@@ -1,4 +1,4 @@
-"""The attention window is a runtime property: a converted model starts with its source's attention and narrows it."""
+"""What recipes schedule while a model trains: the attention window of its layers, and the mixing weight."""
 
 import pytest
 import torch
@@ -73,3 +73,10 @@ def test_a_cache_filled_under_another_window_is_refused():
     model.set_sliding_window(6)
     with pytest.raises(ValueError, match="sliding_window: the cache was filled with 4, the model has 6"):
         model(ids[:, :1], past_key_values=cache)
+
+
+def test_a_scheduled_mixing_weight_is_saved_and_loaded_in_full_precision(tmp_path):
+    model = tiny_model(torch.float32, memory_gate="mix", memory_gate_init=0.3)
+    model.save_pretrained(tmp_path)
+    weight = TNTForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).model.layers[0].memory.gate.weight
+    assert weight == torch.tensor(0.3)
