@@ -91,10 +91,11 @@ def test_info_matches_a_hand_count(config_file, capsys):
     assert found["flops_per_token"] == expected | {"total": sum(expected.values())}
 
 
-def test_info_agrees_with_a_real_cache_and_a_real_model(config_file, capsys):
-    model = TNTForCausalLM(TNTConfig(**FIELDS))
+@pytest.mark.parametrize("feature_map", ["silu", "quadratic"])
+def test_info_agrees_with_a_real_cache_and_a_real_model(feature_map, config_file, capsys):
+    model = TNTForCausalLM(TNTConfig(**FIELDS | {"memory_feature_map": feature_map}))
     for tokens in (3, 21):
-        found = info(capsys, config_file, "--context", str(tokens))
+        found = info(capsys, config_file, f"memory_feature_map={feature_map}", "--context", str(tokens))
         with torch.inference_mode():
             cache = model(torch.randint(0, 100, (1, tokens)), use_cache=True).past_key_values
         assert found["parameters"]["total"] == sum(p.numel() for p in model.parameters())

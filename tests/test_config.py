@@ -116,6 +116,7 @@ INVALID = [
     *[{name: "unknown"} for name in ("memory_feature_map", "memory_implementation")],
     *[{"variant": "mac"}, {"memory_rule": "omega"}, {"memory_rule": "muon"}, {"omega_window": 2}],
     *[{"memory_feature_map": "polynomial"}, {"memory_implementation": "triton"}],
+    {"memory_residual": True, "memory_feature_map": "quadratic"},
     # wrong types
     *[
         {"hidden_size": "32"},

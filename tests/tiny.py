@@ -29,6 +29,7 @@ MODES = {
     "mal": {"variant": "mal"},
     "lmm": {"variant": "lmm"},
     "shared projections": {"memory_projections": "shared", "qk_norm": True, "memory_feature_map": "identity"},
+    "quadratic keys": {"memory_feature_map": "quadratic", "memory_depth": 1},
     "product": {"memory_gate": "product"},
     "published": {"memory_gate": "published"},
     "mix": {"memory_gate": "mix"},

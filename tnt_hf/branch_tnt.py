@@ -185,6 +185,13 @@ def lr_factors(config: TNTConfig) -> list[float]:
     return [C**-0.5 if kind == "train_chunk" else min(1.0, CAP_TOKENS / C) if kind == "capped" else 1.0 for C in sizes]
 
 
+def quadratic(x: Tensor) -> Tensor:
+    """`[..., D]` -> `[..., D (D + 1) / 2]`: the products x_i x_j, weighted so that quadratic(x) . quadratic(y) is
+    (x . y)^2. Keys of unit length keep it, and far more of them fit into a linear memory without interfering."""
+    i, j = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+    return x[..., i] * x[..., j] * torch.where(i == j, x.new_ones(()), 2.0**0.5)
+
+
 class TNTMemory(nn.Module):
     """All memories of one layer over shared q, k, v."""
 
@@ -251,6 +258,8 @@ class TNTMemory(nn.Module):
             if self.config.memory_feature_map == "silu":
                 q, k = F.silu(q), F.silu(k)
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+            if self.config.memory_feature_map == "quadratic":
+                q, k = quadratic(q), quadratic(k)
             v = F.normalize(v, dim=-1) if self.value_norm else v
             o, new_state, surprise = self._remember(
                 hidden_states, q, k, v, layout, state, keep, mask, segment_ids, output_surprise

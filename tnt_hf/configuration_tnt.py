@@ -16,18 +16,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 CHOICES = {
-    "variant": ("mag", "mal", "lmm", "mac"),
-    "qk_projection": ("shard", "chunk", "none"),
-    "global_read": ("chunk_start", "current"),
-    "memory_projections": ("own", "shared"),
-    "memory_activation": ("silu", "gelu"),
-    "memory_decay_target": ("init", "zero"),
-    "memory_lr_scaling": ("capped", "none", "train_chunk"),
-    "memory_rule": ("gradient", "omega", "muon"),
-    "memory_feature_map": ("silu", "identity", "polynomial"),
+    "variant": ("mag", "mal", "lmm", "mac"), "qk_projection": ("shard", "chunk", "none"),
+    "global_read": ("chunk_start", "current"), "memory_projections": ("own", "shared"),
+    "memory_activation": ("silu", "gelu"), "memory_decay_target": ("init", "zero"),
+    "memory_lr_scaling": ("capped", "none", "train_chunk"), "memory_rule": ("gradient", "omega", "muon"),
+    "memory_feature_map": ("silu", "identity", "quadratic", "polynomial"),
     "memory_gate": ("add", "product", "published", "mix"),
     "memory_implementation": ("auto", "chunk", "naive", "triton"),
-}
+}  # fmt: skip
 # Names whose engine is not written yet: an explicit choice that cannot be honoured must raise.
 NOT_AVAILABLE = {
     "variant": ("mac",), "memory_rule": ("omega", "muon"), "omega_window": range(2, 1 << 62),
@@ -39,15 +35,13 @@ AT_LEAST_1 = (
     "memory_depth", "local_reset_interval", "memory_num_heads", "memory_head_dim", "memory_train_chunk_sizes",
     "omega_window",
 )  # fmt: skip
-MEMORIES = {"global_chunk_size", "local_chunk_sizes"}
-AT_LEAST_0 = ("num_persistent_tokens", "memory_conv_kernel")
+AT_LEAST_0, MEMORIES = ("num_persistent_tokens", "memory_conv_kernel"), {"global_chunk_size", "local_chunk_sizes"}
 POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
 AUTO_MAP = {
-    "AutoConfig": "configuration_tnt.TNTConfig",
-    "AutoModel": "modeling_tnt.TNTModel",
+    "AutoConfig": "configuration_tnt.TNTConfig", "AutoModel": "modeling_tnt.TNTModel",
     "AutoModelForCausalLM": "modeling_tnt.TNTForCausalLM",
-}
+}  # fmt: skip
 
 
 class MemorySpec(NamedTuple):
@@ -121,7 +115,8 @@ class TNTConfig(PreTrainedConfig):
         memory_num_heads, memory_head_dim (`int`, *optional*): by default `num_key_value_heads` and `head_dim`.
         memory_projections (`str`, defaults to `"own"`): own q, k, v projections, or `"shared"` with attention.
         memory_conv_kernel (`int`): taps of the causal depthwise convolution on q, k, v; `None`: 4 if own, 0 if shared.
-        memory_feature_map (`str`, defaults to `"silu"`): of q and k before their L2 norm, or `"identity"`.
+        memory_feature_map (`str`, defaults to `"silu"`): of q and k before their L2 norm, `"identity"`, or
+            `"quadratic"`: after it, the products of all pairs, D (D + 1) / 2 wide with scores (q . k)^2.
         memory_value_norm (`bool`, defaults to `True`): L2-normalise v. memory_depth (`int`, defaults to 2),
         memory_expansion (`float`, defaults to 1, hidden width over head width), memory_activation (`"silu"` or
             `"gelu"`), memory_residual, memory_layernorm (`bool`, default `False`): the network f.
@@ -213,8 +208,8 @@ class TNTConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         self.memory_num_heads = self.memory_num_heads or self.num_key_value_heads
         self.memory_head_dim = self.memory_head_dim or self.head_dim
-        taps = self.memory_conv_kernel
-        self.memory_conv_kernel = {"own": 4, "shared": 0}[self.memory_projections] if taps is None else taps
+        if self.memory_conv_kernel is None:
+            self.memory_conv_kernel = {"own": 4, "shared": 0}[self.memory_projections]
         self.memory_max_lr = self.memory_max_lr or (0.5 if self.memory_depth == 1 else 0.1)
         if self.memory_gate_init is None:
             self.memory_gate_init = {"add": 1.0, "mix": 0.5}.get(self.memory_gate)
@@ -248,9 +243,8 @@ class TNTConfig(PreTrainedConfig):
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 self._fail(name, f"must be one of {', '.join(map(repr, choices))}")
-        for name, values in NOT_AVAILABLE.items():
-            if getattr(self, name) in values:
-                self._fail(name, "is not available yet")
+        if missing := [name for name, values in NOT_AVAILABLE.items() if getattr(self, name) in values]:
+            self._fail(missing[0], "is not available yet")
         if self.hidden_act not in ACT2FN:
             self._fail("hidden_act", "is no activation of transformers")
         for names, least in ((AT_LEAST_1, 1), (AT_LEAST_0, 0)):
@@ -313,6 +307,8 @@ class TNTConfig(PreTrainedConfig):
                 self._fail("memory_projections", f"needs variant='mag', not {self.variant!r}")
             if H * D != (expected := self.num_key_value_heads * self.head_dim):
                 self._fail("memory_num_heads", f"times memory_head_dim={D} must be the {expected} shared channels")
+        if self.memory_residual and self.memory_feature_map == "quadratic":
+            self._fail("memory_residual", "needs keys as wide as values, unlike memory_feature_map='quadratic'")
         if not float(self.memory_expansion * D).is_integer():
             self._fail("memory_expansion", f"times memory_head_dim={D} must be a whole number")
 
@@ -371,10 +367,16 @@ class TNTConfig(PreTrainedConfig):
         return list(dict.fromkeys(spec.projection_interval for spec in specs))
 
     @property
+    def memory_key_width(self) -> int:
+        """Features of a key: the first d_in of the memory network, and the size of M."""
+        D = self.memory_head_dim
+        return D * (D + 1) // 2 if self.memory_feature_map == "quadratic" else D
+
+    @property
     def memory_weight_shapes(self) -> list[tuple[int, int]]:
         """`(d_in, d_out)` of the L_M layers of one head's memory network."""
-        D, hidden = self.memory_head_dim, int(self.memory_expansion * self.memory_head_dim)
-        widths = [D, *[hidden] * (self.memory_depth - 1), D]
+        hidden = int(self.memory_expansion * self.memory_head_dim)
+        widths = [self.memory_key_width, *[hidden] * (self.memory_depth - 1), self.memory_head_dim]
         return list(zip(widths[:-1], widths[1:]))
 
     @property
@@ -395,5 +397,4 @@ def _setattr(self, name, value):
 
 
 TNTConfig.__setattr__ = _setattr
-
 __all__ = ["MemorySpec", "TNTConfig"]

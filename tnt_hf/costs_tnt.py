@@ -1,7 +1,8 @@
 """What a TNT configuration costs: the shapes and bytes of its memory state, and FLOPs per token. Pure arithmetic.
 
 Axis legend
-    H memory heads   D memory head width   n memory query rows per token   P weights of one head's memory network
+    H memory heads   D memory head width   K key width, D or wider by the feature map   n memory query rows per token
+    P weights of one head's memory network
 This file travels with every pushed checkpoint.
 """
 
@@ -16,7 +17,7 @@ def memory_state_shapes(config: TNTConfig) -> list[tuple[str, tuple[int, ...]]]:
     First, in a place of its own, the convolution's last inputs. Then per memory W_t, W_xi unless its chunk size is 1
     (they are one), and momentum S_t; one M per distinct reset interval; the memory time.
     """
-    H, D = config.memory_num_heads, config.memory_head_dim
+    H, D, K = config.memory_num_heads, config.memory_head_dim, config.memory_key_width
     shapes: list[tuple[str, tuple[int, ...]]] = []
     if config.memory_conv_kernel > 1:
         channels = config.num_attention_heads * config.head_dim + 2 * H * D
@@ -26,7 +27,7 @@ def memory_state_shapes(config: TNTConfig) -> list[tuple[str, tuple[int, ...]]]:
         shapes += [
             (f"{i}.{kind}.{n}", (H, *shape)) for kind in kinds for n, shape in enumerate(config.memory_weight_shapes)
         ]
-    shapes += [(f"projection.{interval}", (H, D, D)) for interval in config.memory_projection_intervals]
+    shapes += [(f"projection.{interval}", (H, K, K)) for interval in config.memory_projection_intervals]
     return [*shapes, ("time", ())]
 
 
@@ -51,12 +52,12 @@ def flops_per_token(config: TNTConfig, context: int) -> dict[str, int]:
 
         write  H (2 P forward + 2 (P - P_1) backward + 2 P update), and 2 H P more with momentum
         read   2 n P
-        Q-K    4 H D^2 to add k^T k / |k|^2 to M and 2 n D^2 to apply it, once per M
+        Q-K    4 H K^2 to add k^T k / |k|^2 to M and 2 n K^2 to apply it, once per M
 
     Returns:
         `{"base", "attention", "memory", "total"}`.
     """
-    h, H, D = config.hidden_size, config.memory_num_heads, config.memory_head_dim
+    h, H, D, K = config.hidden_size, config.memory_num_heads, config.memory_head_dim, config.memory_key_width
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     memory_layers, n = set(config.memory_layer_indices), q // config.memory_head_dim
     base, attention, memory = 2 * h * config.vocab_size, 0, 0
@@ -72,7 +73,7 @@ def flops_per_token(config: TNTConfig, context: int) -> dict[str, int]:
         one = H * (6 * P - 2 * sizes[0] + 2 * P * config.memory_momentum) + 2 * n * P
         one += 2 * h * H * (1 + config.memory_momentum + config.memory_decay)
         memory = one * len(config.memory_specs)
-        memory += len(config.memory_projection_intervals) * (4 * H * D * D + 2 * n * D * D)
+        memory += len(config.memory_projection_intervals) * (4 * H * K * K + 2 * n * K * K)
         memory += 2 * h * (q + 2 * H * D) if config.memory_projections == "own" else 0
         memory += 2 * max(config.memory_conv_kernel, 0) * (q + 2 * H * D)
         memory += {"add": 2 * h * config.num_attention_heads, "product": 2 * q * q}.get(config.memory_gate, 0)
