@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .coefficients_tnt import Coef
 from .network_tnt import Standardised, standardise, through_standardise
-from .scan_tnt import Block, Plan, Tape, c_end, copied, grouped, ungrouped, weighted
+from .scan_tnt import Block, Plan, Tape, c_end, copied, grouped, s_end, ungrouped, weighted
 
 
 class Rebuilt(NamedTuple):
@@ -88,9 +88,9 @@ def end_gradients(plan: Plan, kept: int, n: int, run_W, run_S, ends, W):
     return end_W, final_S if kept else copied(final_S), end_xi
 
 
-def _dot(x: Tensor, y: Tensor) -> Tensor:
+def _dot(x: Tensor, y: Tensor, out: Tensor) -> None:
     """Inner product of each program's matrices, [P, K, V] -> [P]; `bmm` is many times slower here."""
-    return (x * y).flatten(1).sum(1)
+    torch.sum((x * y).flatten(1), 1, out=out)
 
 
 class BlockBackward:
@@ -99,227 +99,238 @@ class BlockBackward:
     def __init__(self, back: Backward, block: Block, built: Rebuilt, q, d_o, coef: Coef):
         self.back, self.block, self.built, self.q, self.d_o, self.coef = back, block, built, q, d_o, coef
         plan, a, delta = back.plan, built.a, built.delta
-        self.L, self.J, self.C, self.rows, self.current = (
-            len(a),
-            len(block.sizes),
-            a[0].shape[1],
-            q.shape[1],
-            plan.current,
-        )
+        self.L, self.C, self.rows, self.current = len(a), a[0].shape[1], q.shape[1], plan.current
         self.narrow = [x.shape[-1] <= y.shape[-1] for x, y in zip(a, delta)]  # a is the narrower factor
         self.grad = [None if x is None else x[block.here] for x in back.grad]
         self.plain = self.current and coef.A is None and coef.D is None
-        self.A = self.D = self.d_pairs = None
         self._reads()
+        self._rooms()
         self._cuts()
 
     def _reads(self):
         """The reads, o = f(W_t, q) as a masked attention over the chunk's writes or f(W_xi, q): all of the top layer
         but its product with the weights."""
         built, block, plan, (x, a, delta) = self.built, self.block, self.back.plan, self.built[2:5]
+        self.A = self.D = self.d_x = None
+        self.d_a, self.d_delta = [None] * self.L, [None] * self.L
         self.top = self.d_o
         if built.ln is not None:
             normed = standardise(built.read_y, plan.net.eps)
             block.fold(self.back.d_ln[0], (self.d_o * normed.h).sum(1, keepdim=True))
             block.fold(self.back.d_ln[1], self.d_o.sum(1, keepdim=True))
             self.top = through_standardise(built.ln[0] * self.d_o, normed)
-        self.d_a = self.d_x = None
-        self.d_delta = torch.zeros_like(delta[-1])
         if self.current:
             coef, G = self.coef, plan.groups
             c = coef.theta[:, None, :].expand(-1, self.C, self.C).tril() if coef.c is None else coef.c
             self.pairs, self.A, self.D = (grouped(y, G) for y in (c, coef.A, coef.D))
             self.A, self.D = (None if y is None else y[..., None] for y in (self.A, self.D))
-            upper = built.pairs or [torch.bmm(y, z.transpose(1, 2)) for y, z in zip(x[1:], a[1:])]
-            self.p = [torch.bmm(x[0], a[0].transpose(1, 2)), *upper]
+            upper = built.pairs or [torch.bmm(y, z.mT) for y, z in zip(x[1:], a[1:])]
+            self.p = [torch.bmm(x[0], a[0].mT), *upper]
             self.minus = [torch.mul(self.pairs, y).neg_() for y in self.p]
-            g = torch.bmm(self.top, delta[-1].transpose(1, 2))
+            g = torch.bmm(self.top, delta[-1].mT)
             d_p = torch.mul(self.pairs, g).neg_()
             self.d_pairs = g.mul_(self.p[-1])
-            self.d_delta = torch.bmm(self.minus[-1].transpose(1, 2), self.top)
-            self.d_a, self.d_x = torch.bmm(d_p.transpose(1, 2), x[-1]), torch.bmm(d_p, a[-1])
+            self.d_delta[-1] = torch.bmm(self.minus[-1].mT, self.top)
+            self.d_a[-1], self.d_x = torch.bmm(d_p.mT, x[-1]), torch.bmm(d_p, a[-1])
         into = built.right[-1][:, : self.rows]
         into.copy_(self.top) if self.A is None else torch.mul(self.A, self.top, out=into)
 
+    def _rooms(self):
+        """What the chunks fill in."""
+        block, built, q, L = self.block, self.built, self.q, self.L
+        x, a, delta = built[2:5]
+
+        def blank(like, wanted=True):
+            return block.blank(like, *like.shape[1:]) if wanted else None
+
+        self.fresh = [y is None for y in self.d_delta]  # not yet written
+        self.d_delta = [blank(y) if z is None else z for y, z in zip(delta, self.d_delta)]
+        self.d_a = [blank(y, i or not self.narrow[i]) if z is None else z for i, (y, z) in enumerate(zip(a, self.d_a))]
+        narrow = [y if first else z for y, z, first in zip(a, delta, self.narrow)]
+        self.moved, self.moved_S = [blank(y) for y in narrow], [blank(y, self.coef.D is not None) for y in narrow]
+        self.g = [block.blank(q, self.rows, self.C) for _ in range(L - 1)] if self.current else []
+        below = [y[:, : self.rows] for y in built.right[:-1]] if self.A is None else [blank(y) for y in x[1:]]
+        self.d_y = [*below, self.top]  # gradients of the layers' x W_t
+        self.through_W, self.through_S = ([blank(y, z is not None) for y in x] for z in (self.A, self.D))
+        self.d_qk = block.blank(q, self.rows + self.C, q.shape[2])
+        self.dots = q.new_zeros(len(q), 3, L)  # of the chunk-end gradients: d W . S, d S . S, d W . (W - target)
+
     def _cuts(self):
-        """Everything per chunk: a loop over views made here is a third faster than slicing as it goes."""
-        block, built, J, rows, C = self.block, self.built, self.J, self.rows, self.C
+        """Everything per chunk: views that are made at once are cheap."""
+        cut, cuts, built, coef, rows, C = self.block.cut, self.block.cuts, self.built, self.coef, self.rows, self.C
+        a, delta, L = built.a, built.delta, self.L
 
-        def chunks(tensors):  # per chunk, the parts of the tensors
-            return list(zip(*map(block.cut, tensors))) if tensors else [()] * J
+        def ends(weight, moved):  # of a chunk-end sum -sum_i weight_i a_i^T delta_i, per layer
+            if weight is None:
+                return [None] * len(self.block.sizes)
+            pushed = weighted(weight, a, delta)
+            scaled = [x if narrow else y for (x, y), narrow in zip(pushed, self.narrow)]
+            return list(zip(cut(-weight), cuts(scaled), cuts(moved)))
 
-        def maybe(tensor):
-            return [None] * J if tensor is None else block.cut(tensor)
+        def last(y):
+            return None if y is None else y[:, -1, None, None]
 
-        coef, a, delta = self.coef, built.a, built.delta
-        self.c_end, self.s_end = c_end(coef)[..., None], None if coef.s_end is None else coef.s_end[..., None]
-        pushed = [x for pair in weighted(c_end(coef), a, delta) for x in pair]
-        pushed_S = [] if coef.s_end is None else [x for pair in weighted(coef.s_end, a, delta) for x in pair]
-        self.pushed_, self.pushed_S_, self.c_end_, self.s_end_ = (
-            chunks(pushed),
-            chunks(pushed_S),
-            *map(maybe, (self.c_end, self.s_end)),
-        )
-        self.coef_, self.d_coef_ = (list(zip(*map(maybe, x))) for x in (coef, self.grad[3:]))
-        self.A_, self.D_, self.top_, self.d_x_, self.d_a_, self.d_delta_ = map(
-            maybe, (self.A, self.D, self.top, self.d_x, self.d_a, self.d_delta)
-        )
-        self.pairs_, self.minus_ = (
-            maybe(self.pairs if self.current and self.L > 2 else None),
-            chunks(self.minus if self.current else ()),
-        )
-        self.x_, self.a_, self.delta_, self.left_, self.right_ = map(
-            chunks, (built.x, a, delta, built.left, built.right)
-        )
-        self.slope_, self.curve_, self.read_slope_ = map(chunks, (built.slope, built.curve, built.read_slope))
-        self.d_y_ = chunks([x[:, :rows] for x in built.right])
-        self.d_z_ = chunks([x[:, rows : rows + C] for x in built.right])
-        self.d_g_ = chunks([x[:, rows + C :] for x in built.left])
+        self.ends_, self.ends_S_ = ends(c_end(coef), self.moved), ends(s_end(coef), self.moved_S)
+        keep = last(coef.A)
+        m_end = None if coef.m_end is None else coef.m_end[:, None, None]
+        self.state_ = cuts([last(coef.D), m_end, keep, None if keep is None else 1 - keep, self.dots])
+        self.A_, self.D_, self.d_x_ = map(cut, (self.A, self.D, self.d_x))
+        self.pairs_ = cut(self.pairs if self.current and L > 2 else None)
+        self.minus_ = cuts([x.mT for x in self.minus[:-1]] if self.current else ())
+        self.x_ = cuts(built.x if self.D is not None or L > 2 else ())
+        self.a_, self.delta_, self.right_ = map(cuts, (a, delta, built.right))
+        self.left_ = cuts([x.mT for x in built.left])
+        self.d_a_, self.d_delta_, self.g_, self.d_y_ = map(cuts, (self.d_a, self.d_delta, self.g, self.d_y))
+        self.through_W_, self.through_S_ = cuts(self.through_W), cuts(self.through_S)
+        self.slope_, self.curve_, self.read_slope_ = map(cuts, (built.slope, built.curve, built.read_slope))
+        self.into_ = cuts([x[:, :rows] for x in built.right[:-1]] if self.A is not None else ())  # A d_y
+        self.d_z_ = cuts([x[:, rows : rows + C] for x in built.right])
+        self.d_g_ = cuts([x[:, rows + C :] for x in built.left])
+        self.fused = self.plain and L > 1 and not self.back.plan.carried
+        if self.fused:
+            self.both_, self.qk_ = cut(built.right[0][:, : rows + C]), cut(self.d_qk)
+        else:
+            self.q_, self.k_ = cut(self.d_qk[:, :rows]), cut(self.d_qk[:, rows:])
         if built.ln is not None:
             gain, normed, u = built.ln[0], built.normed, built.u
             u_h = (u * normed.h).mean(-1, True) * normed.inverse
             both = torch.stack([normed.h, delta[-1]], 1).mul_((normed.inverse / u.shape[-1])[:, None])
-            self.norm_ = chunks([*normed, u, u_h, gain * gain, -gain, both])
-        self.d_v_ = block.cut(self.grad[2])
-        self.out = {name: [None] * J for name in ("q", "k", "wide")}
-        lists = ("g", "moved", "moved_S", "through_W", "through_S", "d_y")
-        self.per_layer = {name: [[None] * J for _ in range(self.L)] for name in lists}
+            self.norm_ = cuts([*normed, u, u_h, gain * gain, both])
 
     def run(self, run: Running, entries: list) -> Running:
         plan, tape, way = self.back.plan, self.back.tape, self.back.way
         d_W, d_S, d_xi, W = run
-        for j in reversed(range(self.J)):
+        for j in reversed(range(len(self.block.sizes))):
             n, step = self.block.sizes[j], self.block.steps[j]
             S = None
             if way == "replay":
                 W, S = entries.pop()
             elif way == "keep":
                 W, S = tape.states[step]
-            elif step in tape.states:
-                W = copied(tape.states[step][0])
-            else:
-                for i, w in enumerate(W):
-                    w.baddbmm_(self.pushed_[j][2 * i].transpose(1, 2), self.pushed_[j][2 * i + 1])
+            rest = 0 if step == len(plan.counts) - 1 else plan.counts[step + 1]
+            d_W, d_S, end_xi = end_gradients(plan, rest, n, d_W, d_S, self.back.ends, W or tape.states[step][0])
+            d_W, d_S = self._chunk_end(j, n, W, S, d_W, d_S)  # all of d W, then all of W: one at a time stays in cache
+            if way == "undo":
+                if step in tape.states:
+                    W = copied(tape.states[step][0])
+                else:
+                    scaled, a, delta = self.ends_[j][1], self.a_[j], self.delta_[j]
+                    for i, w in enumerate(W):
+                        w.baddbmm_(scaled[i].mT, delta[i]) if self.narrow[i] else w.baddbmm_(a[i].mT, scaled[i])
             carried = plan.carried and step == 0
             start = self.back.xi if carried else W
-            rest = 0 if step == len(plan.counts) - 1 else plan.counts[step + 1]
-            end_W, end_S, end_xi = end_gradients(plan, rest, n, d_W, d_S, self.back.ends, W)
-            d_a, d_delta = self._chunk_reads(j, n, W, S, start)
-            d_W, d_S = self._chunk_end(j, n, W, S, end_W, end_S, d_a, d_delta)
-            self._chunk_inner(j, W, start, d_a, d_delta, carried)
+            self._chunk_reads(j, n, W, S, start)
+            self._chunk_inner(j, start)
             if carried:
                 d_xi = [torch.zeros_like(w) for w in W]
-            split = self.rows if carried and self.current else 0  # the reads saw W, the inner gradient W_xi
-            for i, dw in enumerate(d_xi if carried else d_W):
-                dw.baddbmm_(self.left_[j][i][:, split:].transpose(1, 2), self.right_[j][i][:, split:])
-            if split:
-                for i, dw in enumerate(d_W):
-                    dw.baddbmm_(self.left_[j][i][:, :split].transpose(1, 2), self.right_[j][i][:, :split])
+            if carried and self.current:  # the reads saw W, the inner gradient W_xi
+                for i, (x, y) in enumerate(zip(self.left_[j], self.right_[j])):
+                    d_W[i].baddbmm_(x[..., : self.rows], y[:, : self.rows])
+                    d_xi[i].baddbmm_(x[..., self.rows :], y[:, self.rows :])
+            else:
+                for dw, x, y in zip(d_xi if carried else d_W, self.left_[j], self.right_[j]):
+                    dw.baddbmm_(x, y)
+            if S is not None and self.current:
+                for ds, x, d_y in zip(d_S, self.x_[j], self.d_y_[j]):
+                    ds.baddbmm_(x.mT, self.D_[j] * d_y)
             if end_xi is not None:
                 for x, y in zip(d_xi if carried else d_W, end_xi):
                     x += y
         self._finish()
         return Running(d_W, d_S, d_xi, W)
 
-    def _chunk_reads(self, j, n, W, S, start):
-        """The reads' products with the weights, top to bottom. Returns the reads' share of d a and d delta."""
-        L, per_layer, d_y = self.L, self.per_layer, self.top_[j]
-        d_a, d_delta = [None] * L, [None] * L
-        d_a[-1], d_delta[-1] = self.d_a_[j], self.d_delta_[j]
-        for i in reversed(range(L)):
-            if self.plain and i == 0 and L > 1:
-                break  # `_chunk_inner` has this product
-            w = (W if self.current else start)[i].transpose(1, 2)
-            add = self.d_x_[j] if i == L - 1 else None
-            if not self.current or self.plain:
-                r = torch.bmm(d_y, w) if add is None else add.baddbmm_(d_y, w)
-            else:
-                r = self._through_state(j, i, n, d_y, w, S)
-                r = r if add is None else r.add_(add)
-            if i == 0:
-                self.out["q"][j] = r
-                break
-            if self.current and i < L - 1:
-                d_p = per_layer["g"][i][j] * self.pairs_[j]
-                r.baddbmm_(d_p, self.a_[j][i], alpha=-1)
-                d_a[i] = torch.bmm(d_p.transpose(1, 2), self.x_[j][i]).neg_()
-            if self.A is None:
-                d_y = torch.mul(r, self.read_slope_[j][i - 1], out=self.d_y_[j][i - 1])
-            else:
-                d_y = r.mul_(self.read_slope_[j][i - 1])
-                torch.mul(self.A_[j], d_y, out=self.d_y_[j][i - 1])
-            if self.current:
-                per_layer["g"][i - 1][j] = torch.bmm(d_y, self.delta_[j][i - 1].transpose(1, 2))
-                d_delta[i - 1] = torch.bmm(self.minus_[j][i - 1].transpose(1, 2), d_y)
-        for i in range(L):
-            if d_delta[i] is None:
-                d_delta[i] = torch.zeros_like(self.delta_[j][i])
-            if d_a[i] is None and (i or not self.narrow[0]):
-                d_a[i] = torch.zeros_like(self.a_[j][i])
-        return d_a, d_delta
-
-    def _through_state(self, j, i, n, d_y, w, S):
-        """d x of the read x (A W_0 + (1 - A) W_target + D S_0); what d A and d D need is left in `per_layer`."""
-        target, pull = self.back.target, None
-        self.per_layer["d_y"][i][j] = d_y
-        r = torch.bmm(d_y, w)
-        if self.A is not None:
-            if target is not None:
-                pull = torch.bmm(d_y, target[i][:n].transpose(1, 2))
-                r -= pull
-            self.per_layer["through_W"][i][j] = r
-            r = self.A_[j] * r if target is None else torch.addcmul(pull, self.A_[j], r)
-        if S is not None:
-            self.per_layer["through_S"][i][j] = moved = torch.bmm(d_y, S[i].transpose(1, 2))
-            r = torch.addcmul(r, self.D_[j], moved)
-        return r
-
-    def _chunk_end(self, j, n, W, S, end_W, end_S, d_a, d_delta):
+    def _chunk_end(self, j, n, W, S, end_W, end_S):
         """The chunk-end state W_C = A W_0 + (1 - A) W_target + D S_0 - sum_i c_{C,i} g_i and S_C. Returns d W_0, d
-        S_0."""
-        here, d_here, target = Coef(*self.coef_[j]), Coef(*self.d_coef_[j]), self.back.target
-        D, m, keep = (None if x is None else x[..., None, None] for x in (here.D, here.m_end, here.A))
+        S_0 (but for the reads and the inner gradient)."""
+        target, (D, m, keep, rest, dots) = self.back.target, self.state_[j]
         d_W, d_S = [], None if S is None else []
         for i, dw in enumerate(end_W):
-            self._through_end(j, i, dw, self.pushed_, self.c_end_[j], "moved", d_a, d_delta)
+            self._through_end(j, i, dw, self.ends_[j], self.fresh[i])
             if end_S is not None:
-                self._through_end(j, i, end_S[i], self.pushed_S_, self.s_end_[j], "moved_S", d_a, d_delta)
+                self._through_end(j, i, end_S[i], self.ends_S_[j], False)
+            elif self.moved_S[i] is not None:
+                self.ends_S_[j][2][i].zero_()
             if S is not None:
-                d_here.D[:, -1] += _dot(dw, S[i])
+                _dot(dw, S[i], dots[:, 0, i])
                 if end_S is None:
-                    ds = dw * D[:, -1]
+                    ds = dw * D
                 else:
-                    d_here.m_end.add_(_dot(end_S[i], S[i]))
-                    ds = end_S[i].mul_(m).addcmul_(dw, D[:, -1])
-                if self.current:
-                    ds.baddbmm_(self.x_[j][i].transpose(1, 2), self.D_[j] * self.per_layer["d_y"][i][j])
+                    _dot(end_S[i], S[i], dots[:, 1, i])
+                    ds = end_S[i].mul_(m).addcmul_(dw, D)
                 d_S.append(ds)
             if keep is not None:
-                d_keep = _dot(dw, W[i])
-                if target is not None:
-                    d_keep -= _dot(dw, target[i][:n])
-                    self.back.d_target[i][:n].addcmul_(1 - keep[:, -1], dw)
-                d_here.A[:, -1] += d_keep
-                dw = dw.mul_(keep[:, -1])
+                if target is None:
+                    _dot(dw, W[i], dots[:, 2, i])
+                else:
+                    _dot(dw, W[i] - target[i][:n], dots[:, 2, i])
+                    self.back.d_target[i][:n].addcmul_(rest, dw)
+                dw = dw.mul_(keep)
             d_W.append(dw)
         return d_W, d_S
 
-    def _through_end(self, j, i, dw, pushed_, weight, moved, d_a, d_delta):
+    def _through_end(self, j, i, dw, end, fresh):
         """-sum_i weight_i a_i^T delta_i in a state whose gradient is dw: into d a, d delta and (later) d weight."""
-        scaled_a, scaled_delta = pushed_[j][2 * i : 2 * i + 2]
+        (minus_weight, scaled, moved), d_a, d_delta = end, self.d_a_[j][i], self.d_delta_[j][i]
+        scaled, m, beta = scaled[i], moved[i], 0 if fresh else 1
         if self.narrow[i]:
-            self.per_layer[moved][i][j] = m = torch.bmm(self.delta_[j][i], dw.transpose(1, 2))
-            if d_a[i] is not None:
-                d_a[i].addcmul_(weight, m, value=-1)
-            d_delta[i].baddbmm_(scaled_a, dw, alpha=-1)
+            torch.bmm(self.delta_[j][i], dw.mT, out=m)
+            d_delta.baddbmm_(scaled, dw, alpha=-1, beta=beta)
+            if d_a is not None:
+                torch.mul(minus_weight, m, out=d_a) if fresh else d_a.addcmul_(minus_weight, m)
         else:
-            self.per_layer[moved][i][j] = m = torch.bmm(self.a_[j][i], dw)
-            d_a[i].baddbmm_(scaled_delta, dw.transpose(1, 2), alpha=-1)
-            d_delta[i].addcmul_(weight, m, value=-1)
+            torch.bmm(self.a_[j][i], dw, out=m)
+            d_a.baddbmm_(scaled, dw.mT, alpha=-1, beta=beta)
+            torch.mul(minus_weight, m, out=d_delta) if fresh else d_delta.addcmul_(minus_weight, m)
 
-    def _chunk_inner(self, j, W, start, d_a, d_delta, carried):
+    def _chunk_reads(self, j, n, W, S, start):
+        """The reads' products with the weights, top to bottom, and their share of d a and d delta."""
+        L, d_y_, d_a, d_delta = self.L, self.d_y_[j], self.d_a_[j], self.d_delta_[j]
+        for i in reversed(range(L)):
+            if self.fused and i == 0:
+                break  # `_chunk_inner` has this product
+            w, d_y = (W if self.current else start)[i].mT, d_y_[i]
+            r = self.d_x_[j] if i == L - 1 else None
+            if self.current and not self.plain:
+                moved = self._through_state(j, i, n, d_y, w, S)
+                r = moved if r is None else r.add_(moved)
+            elif r is None:
+                r = torch.bmm(d_y, w, out=None if i else self.q_[j])
+            else:
+                r.baddbmm_(d_y, w)
+            if i == 0:
+                if r is not self.q_[j]:
+                    self.q_[j].copy_(r)
+                break
+            if self.current and i < L - 1:
+                d_p = self.g_[j][i] * self.pairs_[j]
+                r.baddbmm_(d_p, self.a_[j][i], alpha=-1)
+                d_a[i].baddbmm_(d_p.mT, self.x_[j][i], alpha=-1)
+            d_y = torch.mul(r, self.read_slope_[j][i - 1], out=d_y_[i - 1])
+            if self.A is not None:
+                torch.mul(self.A_[j], d_y, out=self.into_[j][i - 1])
+            if self.current:
+                torch.bmm(d_y, self.delta_[j][i - 1].mT, out=self.g_[j][i - 1])
+                d_delta[i - 1].baddbmm_(self.minus_[j][i - 1], d_y)
+
+    def _through_state(self, j, i, n, d_y, w, S):
+        """d x of the read x (A W_0 + (1 - A) W_target + D S_0); what d A and d D need is left in `through_*`."""
+        target, r = self.back.target, torch.bmm(d_y, w, out=self.through_W_[j][i])
+        if self.A is not None:
+            if target is None:
+                r = self.A_[j] * r
+            else:
+                pull = torch.bmm(d_y, target[i][:n].mT)
+                r = pull.addcmul_(self.A_[j], r.sub_(pull))
+        if S is not None:
+            r.addcmul_(self.D_[j], torch.bmm(d_y, S[i].mT, out=self.through_S_[j][i]))
+        elif self.D is not None:
+            self.through_S_[j][i].zero_()
+        return r
+
+    def _chunk_inner(self, j, start):
         """The inner gradient: a and delta as functions of k, v and W_xi. Fills d_z and d_g, leaves d q and d k."""
         L, d_z, d_g, slope = self.L, self.d_z_[j], self.d_g_[j], self.slope_[j]
+        d_a, d_delta = self.d_a_[j], self.d_delta_[j]
         for i in range(L - 1):
             torch.mul(d_delta[i], slope[i], out=d_g[i + 1])
             torch.mul(d_delta[i], self.curve_[j][i], out=d_z[i])
@@ -327,73 +338,62 @@ class BlockBackward:
         lam = d_delta[-1]
         if self.built.ln is None:
             d_z[-1].copy_(lam)
-            torch.neg(lam, out=self.d_v_[j])
         else:
-            (*normed, u, u_h, gain2, minus_gain, both), h = self.norm_[j], self.norm_[j][1]
+            (*normed, u, u_h, gain2, both), h = self.norm_[j], self.norm_[j][1]
             normed = Standardised(*normed)
             along_h, along_top = (lam[:, None] * both).sum(-1, True).unbind(1)
-            d_u = through_standardise(lam, normed)
-            torch.mul(d_u, minus_gain, out=self.d_v_[j])
-            d_h = d_u.mul_(gain2).addcmul_(lam, u_h, value=-1).addcmul_(u, along_h, value=-1)
+            d_h = through_standardise(lam, normed).mul_(gain2)
+            d_h.addcmul_(lam, u_h, value=-1).addcmul_(u, along_h, value=-1)
             torch.addcmul(through_standardise(d_h, normed), h, along_top, value=-1, out=d_z[-1])
         for i in reversed(range(1, L)):
-            d_a[i].baddbmm_(d_z[i], start[i].transpose(1, 2))
+            d_a[i].baddbmm_(d_z[i], start[i].mT)
             d_z[i - 1].addcmul_(d_a[i], slope[i - 1])
-        if L == 1 or not self.narrow[0]:
-            self.out["wide"][j] = d_a[0]
-        fused = self.plain and L > 1
-        if fused and not carried:
-            both = self.right_[j][0][:, : self.rows + self.C]
-            both = torch.bmm(both, start[0].transpose(1, 2)).split_with_sizes((self.rows, self.C), 1)
-            self.out["q"][j], self.out["k"][j] = both
+        if self.fused:
+            torch.bmm(self.both_[j], start[0].mT, out=self.qk_[j])
         else:
-            if fused:
-                self.out["q"][j] = torch.bmm(self.d_y_[j][0], W[0].transpose(1, 2))
-            self.out["k"][j] = torch.bmm(d_z[0], start[0].transpose(1, 2))
+            torch.bmm(d_z[0], start[0].mT, out=self.k_[j])
 
     def _finish(self):
         """What only leaves the block, for all its chunks."""
-        block, built, coef, per_layer, L = self.block, self.built, self.coef, self.per_layer, self.L
+        block, built, coef, L = self.block, self.built, self.coef, self.L
         G, net, (x, a, delta) = self.back.plan.groups, self.back.plan.net, built[2:5]
         d_q, d_k, d_v, d_coef = *self.grad[:3], Coef(*self.grad[3:])
-        d_c_end = d_coef.theta if coef.c is None else d_coef.c[:, -1]
-
-        def stacked(pieces, like):
-            pieces = [torch.zeros_like(y) if m is None else m for m, y in zip(pieces, block.cut(like))]
-            return block.stack(pieces)
-
-        dq, dk = block.stack(self.out["q"]), block.stack(self.out["k"])
-        if self.out["wide"][0] is not None:
-            dk += block.stack(self.out["wide"])
+        dq, dk = self.d_qk[:, : self.rows], self.d_qk[:, self.rows :]
+        if self.d_a[0] is not None:
+            dk += self.d_a[0]
+        ends = [(c_end(coef), d_coef.theta if coef.c is None else d_coef.c[:, -1], self.moved)]
+        if coef.s_end is not None:
+            ends.append((s_end(coef), d_coef.s_end, self.moved_S))
+        for d, dots in zip((d_coef.D, d_coef.m_end, d_coef.A), self.dots.sum(-1).unbind(1)):
+            if d is not None:
+                (d if d.dim() == 1 else d[:, -1]).add_(dots)
         for i in range(L):
-            for weight, d_weight, name in ((self.c_end, d_c_end, "moved"), (self.s_end, d_coef.s_end, "moved_S")):
-                if any(m is not None for m in per_layer[name][i]):
-                    like = a[i] if self.narrow[i] else delta[i]
-                    m = stacked(per_layer[name][i], like)
-                    d_weight.sub_((like * m).sum(-1))
-                    if i == 0 and self.out["wide"][0] is None:
-                        dk.addcmul_(weight, m, value=-1)
+            for weight, d_weight, moved in ends:
+                d_weight.sub_(((a if self.narrow[i] else delta)[i] * moved[i]).sum(-1))
+                if i == 0 and self.d_a[0] is None:
+                    dk.addcmul_(weight, moved[0], value=-1)
             if self.A is not None:
-                d_coef.A.add_(ungrouped((block.stack(per_layer["through_W"][i]) * x[i]).sum(-1), G))
+                d_coef.A.add_(ungrouped((self.through_W[i] * x[i]).sum(-1), G))
                 if self.back.target is not None:
-                    d_y = block.stack(per_layer["d_y"][i])
+                    d_y = self.d_y[i]
                     block.fold_product(self.back.d_target[i], x[i], d_y - self.A * d_y)
-            if any(m is not None for m in per_layer["through_S"][i]):
-                d_coef.D.add_(ungrouped((stacked(per_layer["through_S"][i], x[i]) * x[i]).sum(-1), G))
+            if self.D is not None:
+                d_coef.D.add_(ungrouped((self.through_S[i] * x[i]).sum(-1), G))
             if self.current and i < L - 1:
-                g = block.stack(per_layer["g"][i])
                 if i == 0:
-                    d_p = g * self.pairs
+                    d_p = self.g[i] * self.pairs
                     dq.baddbmm_(d_p, a[0], alpha=-1)
-                    dk.baddbmm_(d_p.transpose(1, 2), self.q, alpha=-1)
-                self.d_pairs.addcmul_(g, self.p[i])
+                    dk.baddbmm_(d_p.mT, self.q, alpha=-1)
+                self.d_pairs.addcmul_(self.g[i], self.p[i])
         torch.add(dq, self.d_o, out=d_q) if net.residual else d_q.copy_(dq)
         if self.current:
             d_pairs = ungrouped(self.d_pairs, G)
             d_coef.theta.sub_(d_pairs.tril_().sum(1)) if coef.c is None else d_coef.c.sub_(d_pairs)
-        d_error = -d_v
+        d_error = self.d_delta[-1]
         if built.ln is not None:
-            d_u = through_standardise(self.d_delta, built.normed)
+            d_u = through_standardise(self.d_delta[-1], built.normed)
+            d_error = built.ln[0] * d_u
             block.fold(self.back.d_ln[0], (d_u * built.error + d_error * built.normed.h).sum(1, keepdim=True))
             block.fold(self.back.d_ln[1], d_error.sum(1, keepdim=True))
+        torch.neg(d_error, out=d_v)
         torch.add(dk, d_error, out=d_k) if net.residual else d_k.copy_(dk)

@@ -94,7 +94,7 @@ def _token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k
         weights, start = pick(reset, init, weights), pick(reset, init, start)
         S = S and pick(reset, [torch.zeros_like(s) for s in S], S)
         M = M if M is None else pick(reset, [torch.zeros_like(M)], [M])[0]
-    a, delta, error, _ = inner_gradient(net, start, k, inner_offset(net, k, v, ln and ln[1]), ln and ln[0])
+    a, delta, error = inner_gradient(net, start, k, inner_offset(net, k, v, ln and ln[1]), ln and ln[0])
     if options["grad_bound"] is not None:
         lr = bounded(lr[..., None], a, delta, options["grad_bound"])[..., 0]
     theta = lr[..., None, None]

@@ -27,9 +27,9 @@ class Net(NamedTuple):
     eps: float  # of the LayerNorm
 
 
-def product(x: Tensor, w: Tensor) -> Tensor:
+def product(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
     """x @ w; `bmm` spares a chunk's many small products the broadcasting logic of `matmul`."""
-    return torch.bmm(x, w) if x.dim() == 3 else x @ w
+    return torch.bmm(x, w, out=out) if x.dim() == 3 else x @ w
 
 
 def activate(name: str, z: Tensor) -> Tensor:
@@ -61,14 +61,14 @@ class Standardised(NamedTuple):
 
 def standardise(y: Tensor, eps: float) -> Standardised:
     """Mean 0 and variance 1 over the last axis of `[..., width]`."""
-    h, mean, inverse = torch.native_layer_norm(y, y.shape[-1:], None, None, eps)
+    h, mean, inverse = torch.native_layer_norm(y, (y.shape[-1],), None, None, eps)
     return Standardised(y, h, mean, inverse)
 
 
 def through_standardise(grad: Tensor, n: Standardised) -> Tensor:
     """grad times the Jacobian of h: (grad without its components along 1 and h) / s."""
     backward = torch.ops.aten.native_layer_norm_backward
-    return backward(grad, n.y, n.y.shape[-1:], n.mean, n.inverse, None, None, [True, False, False])[0]
+    return backward(grad, n.y, (n.y.shape[-1],), n.mean, n.inverse, None, None, [True, False, False])[0]
 
 
 def apply_net(net: Net, weights: list[Tensor], x: Tensor, ln: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -88,52 +88,69 @@ def inner_offset(net: Net, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     return offset if bias is None else offset + bias
 
 
+class Room(NamedTuple):
+    """Where `inner_gradient` leaves what the outer backward needs: z of the hidden layers, dl/da behind them, and at
+    the top y (with a LayerNorm) or the error."""
+
+    hidden: list[Tensor | None]
+    grad_act: list[Tensor | None]
+    top: Tensor | None
+
+
 def inner_gradient(
-    net: Net, weights: list[Tensor], k: Tensor, offset: Tensor, gain: Tensor | None, first: Tensor | None = None
+    net: Net,
+    weights: list[Tensor],
+    k: Tensor,
+    offset: Tensor,
+    gain: Tensor | None,
+    first: Tensor | None = None,
+    room: Room | None = None,
 ):
     """The factors of g_{l,t} = a_{l-1,t}^T delta_{l,t} at `weights` (W_xi), in closed form.
 
-    `offset` is `inner_offset(...)`, `gain` the LayerNorm's. Returns `(a, delta, error, tape)`: layer inputs
-    a_0..a_{L-1}, loss gradients delta_1..delta_L (both lists of `[..., C, width]`), the error f(W, k) - v, and what
-    the outer backward wants to see again. `first`: k @ W_1, if that is at hand.
+    `offset` is `inner_offset(...)`, `gain` the LayerNorm's. Returns `(a, delta, error)`: layer inputs a_0..a_{L-1},
+    loss gradients delta_1..delta_L (both lists of `[..., C, width]`) and the error f(W, k) - v. `first`: k @ W_1, if
+    that is at hand. `room`: where to leave what the outer backward wants to see again.
     """
+    hidden, grad_act, top = room or Room([None] * len(weights), [None] * len(weights), None)
     a, z = [k], []
-    y = product(k, weights[0]) if first is None else first
-    for w in weights[1:]:
+    y = product(k, weights[0], None if len(weights) == 1 else hidden[0]) if first is None else first
+    for i, w in enumerate(weights[1:], 1):
         z.append(y)
         a.append(activate(net.activation, y))
-        y = product(a[-1], w)
+        y = product(a[-1], w, top if i == len(weights) - 1 else hidden[i])
     if gain is None:
-        error, normed, u = y + offset, None, None
+        error = torch.add(y, offset, out=top)
         delta = [error]
     else:
+        if top is not None and y is not top:
+            top.copy_(y)
         normed = standardise(y, net.eps)
         error = torch.addcmul(offset, gain, normed.h)
-        u = gain * error
-        delta = [through_standardise(u, normed)]
-    grad_act = []
-    for w, x in zip(reversed(weights[1:]), reversed(z)):
-        grad_act.insert(0, product(delta[0], w.transpose(-1, -2)))
-        delta.insert(0, through_activation(net.activation, grad_act[0], x))
-    return a, delta, error, (z, grad_act, normed, u)
+        delta = [through_standardise(gain * error, normed)]
+    for i in reversed(range(len(z))):
+        d_a = product(delta[0], weights[i + 1].mT, grad_act[i])
+        delta.insert(0, through_activation(net.activation, d_a, z[i]))
+    return a, delta, error
 
 
-def slopes(name: str, z: Tensor, out: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """phi'(z) and, if asked for, scale * phi''(z), for the outer backward; phi(z) goes to `out`."""
+def slopes(name: str, z: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """phi'(z) and what `curves` needs, for the outer backward; phi(z) goes to `out`."""
     if name == "silu":
         s = torch.sigmoid(z)
         torch.mul(z, s, out=out)
-        slope = torch.lerp(out, torch.ones((), dtype=z.dtype, device=z.device), s)  # a + s (1 - a)
-        if scale is None:
-            return slope, None
-        return slope, torch.addcmul(s, s, s, value=-1).mul_(scale).mul_(torch.add(z, out, alpha=-2).add_(2))
+        return torch.lerp(out, torch.ones((), dtype=z.dtype, device=z.device), s), s  # a + s (1 - a)
     out.copy_(F.gelu(z))  # `gelu.out` leaves a strided float32 buffer unwritten
-    slope = torch.ops.aten.gelu_backward(torch.ones((), dtype=z.dtype, device=z.device).expand_as(z), z)
-    if scale is None:
-        return slope, None
+    return torch.ops.aten.gelu_backward(torch.ones_like(z), z), z  # slow with ones that are expanded
+
+
+def curves(name: str, z: Tensor, a: Tensor, rest: Tensor, scale: Tensor) -> Tensor:
+    """scale * phi''(z); `a`, `rest`: phi(z) and what `slopes` left."""
+    if name == "silu":
+        return torch.addcmul(rest, rest, rest, value=-1).mul_(scale).mul_(torch.add(z, a, alpha=-2).add_(2))
     square = z * z
     bell = torch.add(torch.full_like(square[:1, :1, :1], -0.5 * math.log(2 * math.pi)), square, alpha=-0.5).exp_()
-    return slope, bell.mul_(2 - square).mul_(scale)
+    return bell.mul_(square.neg_().add_(2)).mul_(scale)
 
 
 def bounded(lr: Tensor, a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:

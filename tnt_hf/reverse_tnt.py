@@ -17,11 +17,11 @@ from torch import Tensor
 
 from .block_tnt import Backward, BlockBackward, Rebuilt, Running
 from .coefficients_tnt import Coef
-from .network_tnt import inner_offset, slopes, standardise, through_standardise
-from .scan_tnt import Block, Plan, Tape, blocks, c_end, cut, padded, scan, weighted, write_chunk
+from .network_tnt import curves, inner_offset, slopes, standardise, through_standardise
+from .scan_tnt import Block, Plan, Tape, blank_tape, blocks, c_end, cut, s_end, scan, weighted, whole, write_chunk
 
 
-BLOCK_ELEMENTS = 1 << 16  # of a block's widest activation: few kernel launches, and a block stays in the cache
+BLOCK_ELEMENTS = 1 << 17  # of a block's widest activation: few kernel launches, and a block stays in the cache
 KEEP_RATIO = 1  # all states are kept if they take at most so many times what the tokens of a chunk keep anyway
 
 
@@ -44,13 +44,13 @@ class ChunkScan(torch.autograd.Function):
             ctx.way, kept = "undo", [*kept, steps - 1]
         else:
             ctx.way = "replay"
-        tape = Tape([], dict.fromkeys(kept)) if any(ctx.needs_input_grad) else None
+        tape = blank_tape(plan, q, k, W, coef, ln, kept) if any(ctx.needs_input_grad) else None
         o, loss, *final = scan(plan, q, k, v, coef, ln, target, xi, W, S, tape=tape)
         if tape is not None:
-            ctx.width, ctx.steps = len(tape.chunks[0]), [(j, S is not None) for j, (_, S) in tape.states.items()]
-            flat = [x for part in tape.chunks for x in part]
+            ctx.steps = [(j, S is not None) for j, (_, S) in tape.states.items()]
+            flat = [*tape.hidden, *tape.grad_act, tape.top, tape.read_y]
             flat += [x for W, S in tape.states.values() for x in (*W, *(S or ()))]
-            ctx.save_for_backward(q, k, v, *coef, gain, bias, *states, *flat)
+            ctx.save_for_backward(q, k, v, *coef, gain, bias, *states, *flat, *tape.pairs)
         ctx.plan, ctx.depth = plan, depth
         if loss is not None:
             ctx.mark_non_differentiable(loss)
@@ -63,24 +63,26 @@ class ChunkScan(torch.autograd.Function):
         q, k, v, *rest = ctx.saved_tensors
         coef, (gain, bias), states, flat = Coef(*rest[:6]), rest[6:8], rest[8 : 8 + 4 * L], iter(rest[8 + 4 * L :])
         ln = None if gain is None else (gain, bias)
-        tape = Tape([tuple(next(flat) for _ in range(ctx.width)) for _ in plan.counts], {})
+        kept = {}
+        hidden, grad_act = ([next(flat) for _ in range(L - 1)] for _ in range(2))
+        top, read_y = next(flat), next(flat)
         for j, momentum in ctx.steps:
-            tape.states[j] = [next(flat) for _ in range(L)], [next(flat) for _ in range(L)] if momentum else None
+            kept[j] = [next(flat) for _ in range(L)], [next(flat) for _ in range(L)] if momentum else None
+        tape = Tape(hidden, grad_act, top, read_y, list(flat), kept)
         _, xi, S0, target = layers(states, L)
         zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, *coef)]
         d_target = None if target is None else [torch.zeros_like(x) for x in target]
         d_ln = None if ln is None else [torch.zeros_like(x) for x in ln]
         back = Backward(plan, ctx.way, tape, xi, target, ln, layers(d_final, L, 3), zeros, d_target, d_ln)
-        whole = blocks(plan, len(plan.counts))[0]
-        offset = inner_offset(plan.net, k, v, None if ln is None else padded(whole.spread(ln[1]), k))
-        todo, run = blocks(plan, ctx.length), Running(None, None, None, None)
+        offset = inner_offset(plan.net, k, v, None if ln is None else whole(plan, len(k)).spread(ln[1]))
+        todo, run, room = blocks(plan, ctx.length), Running(None, None, None, None), {}
         while todo:
             begin = (todo[-1].steps[0] // ctx.stride) * ctx.stride
             group = []
             while todo and todo[-1].steps[0] >= begin:
                 block = todo.pop()
                 group.append((block, rebuild(plan, block, tape, L, k, q, offset, ln) if ctx.way == "replay" else None))
-            entries = replay(plan, tape, group, target, coef, L) if ctx.way == "replay" else []
+            entries = replay(plan, tape, group, target, coef, L, room) if ctx.way == "replay" else []
             for block, built in group:
                 built = built or rebuild(plan, block, tape, L, k, q, offset, ln)
                 run = BlockBackward(back, block, built, q[block.here], d_o[block.here], coef.part(block.here)).run(
@@ -113,22 +115,22 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln) -> R
     """A block's networks from what its chunks left on the tape: elementwise work only."""
     k, q, offset = (x[block.here] for x in (k, q, offset))
     ln = None if ln is None else [block.spread(x) for x in ln]
-    rows, C, name = q.shape[1], k.shape[1], plan.net.activation
-    parts = iter([block.stack(list(x)) for x in zip(*(tape.chunks[j] for j in block.steps))])
-    z, grad_act = ([next(parts) for _ in range(L - 1)] for _ in range(2))
-    top, read_z, read_y, pairs = next(parts), [next(parts) for _ in range(L - 1)], next(parts), list(parts)
+    C, name = k.shape[1], plan.net.activation
+    rows, both = q.shape[1], q.shape[1] + C
+    hidden, grad_act = ([x[block.here] for x in y] for y in (tape.hidden, tape.grad_act))
+    top, pairs = tape.top[block.here], [x[block.here] for x in tape.pairs]
     x, a, delta, slope, curve, read_slope = [q], [k], [], [], [], []
     left, right = [torch.cat([q, k], 1)], []
-    for i in range(L - 1):
-        left.append(q.new_empty(len(q), rows + 2 * C, z[i].shape[-1]))
-        right.append(q.new_empty(len(q), rows + C * (2 if i else 1), z[i].shape[-1]))
+    for i, z in enumerate(hidden):
+        left.append(q.new_empty(len(q), both + C, z.shape[-1]))
+        right.append(q.new_empty(len(q), both + (C if i else 0), z.shape[-1]))
         x.append(left[-1][:, :rows])
-        a.append(left[-1][:, rows : rows + C])
-        read_slope.append(slopes(name, read_z[i], x[-1])[0])
-        first, second = slopes(name, z[i], a[-1], grad_act[i])
-        slope.append(first)
-        curve.append(second)
-        delta.append(torch.mul(grad_act[i], first, out=right[-1][:, rows + C :] if i else None))
+        a.append(left[-1][:, rows:both])
+        slope_, rest = slopes(name, z, left[-1][:, :both])
+        read_slope.append(slope_[:, :rows])
+        slope.append(slope_[:, rows:])
+        curve.append(curves(name, z[:, rows:], a[-1], rest[:, rows:], grad_act[i]))
+        delta.append(torch.mul(grad_act[i], slope[-1], out=right[-1][:, both:] if i else None))
     normed = u = None
     error = last = top
     if ln is not None:
@@ -137,14 +139,30 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln) -> R
         u = ln[0] * error
         last = through_standardise(u, normed)
     delta.append(last)
-    right.append(q.new_empty(len(q), rows + C * (2 if L > 1 else 1), last.shape[-1]))
+    right.append(q.new_empty(len(q), both + (C if L > 1 else 0), last.shape[-1]))
     if L > 1:
-        right[-1][:, rows + C :] = last
-    return Rebuilt(left, right, x, a, delta, slope, curve, read_slope, read_y, pairs, error, normed, u, ln)
+        right[-1][:, both:] = last
+    return Rebuilt(
+        left,
+        right,
+        x,
+        a,
+        delta,
+        slope,
+        curve,
+        read_slope,
+        tape.read_y[block.here] if ln else None,
+        pairs,
+        error,
+        normed,
+        u,
+        ln,
+    )
 
 
-def replay(plan: Plan, tape: Tape, group, target, coef: Coef, L: int) -> list:
-    """(W, S) before each chunk of a group of blocks (last block first), from the kept state before the first."""
+def replay(plan: Plan, tape: Tape, group, target, coef: Coef, L: int, room: dict) -> list:
+    """(W, S) before each chunk of a group of blocks (last block first), from the kept state before the first. `room`:
+    memory for states, made once for all groups."""
     entries, last = [], group[0][0].steps[-1]
     W, S = tape.states[group[-1][0].steps[0]]
     for block, built in reversed(group):
@@ -154,6 +172,10 @@ def replay(plan: Plan, tape: Tape, group, target, coef: Coef, L: int) -> list:
             entries.append((W, S))
             if j < last:
                 here = coef.part(slice(plan.starts[j], plan.starts[j] + n))
-                pushed_S = None if here.s_end is None else weighted(here.s_end, x[:L], x[L:])
-                W, S = write_chunk(W, S, cut(target, n), here, weighted(c_end(here), x[:L], x[L:]), pushed_S)
+                pushed_S = None if here.s_end is None else weighted(s_end(here), x[:L], x[L:])
+                if len(entries) not in room:
+                    like = [w.new_empty(plan.counts[0], *w.shape[1:]) for w in W]
+                    room[len(entries)] = like, pushed_S and [torch.empty_like(w) for w in like]
+                into = tuple(cut(y, n) for y in room[len(entries)])
+                W, S = write_chunk(W, S, cut(target, n), here, weighted(c_end(here), x[:L], x[L:]), pushed_S, into)
     return entries

@@ -22,13 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .coefficients_tnt import Coef
-from .network_tnt import (
-    Net,
-    activate,
-    inner_gradient,
-    inner_offset,
-    standardise,
-)
+from .network_tnt import Net, Room, activate, inner_gradient, inner_offset, standardise
 
 
 class Plan(NamedTuple):
@@ -57,12 +51,22 @@ class Block(NamedTuple):
     def even(self) -> bool:
         return len(set(self.sizes)) == 1 and self.sizes == self.spans
 
-    def cut(self, x: Tensor) -> list[Tensor]:
+    def cut(self, x: Tensor | None) -> list[Tensor | None]:
         """[programs, ...] -> per chunk."""
+        if x is None:
+            return [None] * len(self.sizes)
         if self.sizes == self.spans and len(self.sizes) == 1:
             return [x]
         pieces = x.split_with_sizes(self.spans)
         return pieces if self.sizes == self.spans else [y[:n] for y, n in zip(pieces, self.sizes)]
+
+    def cuts(self, tensors) -> list[tuple[Tensor | None, ...]]:
+        """Several tensors -> per chunk, a tuple of their parts: views that are made once are cheap."""
+        return list(zip(*map(self.cut, tensors))) if tensors else [()] * len(self.sizes)
+
+    def blank(self, like: Tensor, *shape: int) -> Tensor:
+        """[programs, *shape] to be written chunk by chunk, with zeros at unused programs."""
+        return (like.new_empty if self.sizes == self.spans else like.new_zeros)(sum(self.spans), *shape)
 
     def stack(self, pieces: list[Tensor]) -> Tensor:
         """The inverse of `cut`, with zeros at unused programs."""
@@ -90,10 +94,17 @@ class Block(NamedTuple):
         n = self.sizes[0]
         if self.even:  # one product with all rows of x and y
             x, y = (z.unflatten(0, (-1, n)).transpose(0, 1).flatten(1, 2) for z in (x, y))
-            total[:n].baddbmm_(x.transpose(1, 2), y)
+            total[:n].baddbmm_(x.mT, y)
         else:
             for x_j, y_j, n in zip(self.cut(x), self.cut(y), self.sizes):
-                total[:n].baddbmm_(x_j.transpose(1, 2), y_j)
+                total[:n].baddbmm_(x_j.mT, y_j)
+
+
+def whole(plan: Plan, total: int) -> Block:
+    """All chunks as one block, with the `total - ...` programs that a dense grid may not use at its end."""
+    ends = [*plan.starts[1:], total]
+    spans = [b - a for a, b in zip(plan.starts, ends)]
+    return Block(range(len(plan.counts)), slice(0, total), plan.counts, spans)
 
 
 def blocks(plan: Plan, length: int) -> list[Block]:
@@ -122,83 +133,73 @@ def ungrouped(x: Tensor, groups: int) -> Tensor:
 
 
 def weighted(weights: Tensor, a: list[Tensor], delta: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The factors (x, y) with sum_i x_i^T y_i = sum_i weights_i g_i per layer: of a and delta, the narrower one is
-    scaled."""
-    w = weights[..., None]
-    return [(w * x, y) if x.shape[-1] <= y.shape[-1] else (x, w * y) for x, y in zip(a, delta)]
+    """The factors (x, y) with sum_i x_i^T y_i = sum_i weights_i g_i per layer, `weights` `[P, C, 1]`: of a and delta,
+    the narrower one is scaled."""
+    return [(weights * x, y) if x.shape[-1] <= y.shape[-1] else (x, weights * y) for x, y in zip(a, delta)]
 
 
-def _read_chunk(plan: Plan, base, S, target, start, q, coef: Coef, pairs, pushed, first=None):
-    """y of all layers, for the chunk's queries: the hidden z, then f(W, q) before the LayerNorm; and x . a of
-    all layers. `pushed`: (a, delta) of the writes that are read, to be weighted by `pairs` `[(P,) C G, C]`; `first`: q
-    @ W_1 of the weights that are read, if at hand."""
-    net, ys, ps, x = plan.net, [], [], q
+def _read_chunk(plan: Plan, base, S, target, start, q, coef: Coef, pairs, pushed, first, room):
+    """f(W, q) before the LayerNorm, for the chunk's queries. `pushed`: (a, delta) of the writes that are read, to be
+    weighted by `pairs` `[(P,) C G, C]`; `first`: q @ W_1 of the weights that are read, if at hand; `room`: where to
+    leave the z of all layers (the last is y) and x . a of the upper ones."""
+    net, x, (zs, ps) = plan.net, q, room
     if plan.current:
         A = None if coef.A is None else grouped(coef.A, plan.groups)[..., None]
         D = None if S is None else grouped(coef.D, plan.groups)[..., None]
     for i, w in enumerate(base if plan.current else start):
-        y = torch.bmm(x, w) if first is None or i else first
+        out = zs[i]
+        y = torch.bmm(x, w, out=out) if first is None or i else first
         if plan.current:
             if A is not None:
-                y = A * y if target is None else torch.lerp(torch.bmm(x, target[i]), y, A)
+                y = torch.mul(A, y, out=out) if target is None else torch.lerp(torch.bmm(x, target[i]), y, A, out=out)
             if S is not None:
-                y = torch.addcmul(y, D, torch.bmm(x, S[i]))
+                y = torch.addcmul(y, D, torch.bmm(x, S[i]), out=out)
             a, delta = pushed[i]
-            ps.append(torch.bmm(x, a.transpose(1, 2)))
-            y = torch.baddbmm(y, pairs * ps[i], delta, alpha=-1, out=None if torch.is_grad_enabled() else y)
-        ys.append(y)
-        x = activate(net.activation, y) if i < len(base) - 1 else None
-    return ys, ps
+            p = torch.bmm(x, a.mT, out=ps[i])
+            into = None if torch.is_grad_enabled() else y if out is None else out
+            y = torch.baddbmm(y, pairs * p, delta, alpha=-1, out=into)
+        x = activate(net.activation, y) if i < len(base) - 1 else y
+    return x if out is None or x is out else out.copy_(x)
 
 
-def write_chunk(W, S, target, coef: Coef, pushed, pushed_S, in_place=False):
+def write_chunk(W, S, target, coef: Coef, pushed, pushed_S, into=None):
     """Weights and momentum after the chunk: W_C = A W_0 + (1 - A) W_target + D S_0 - sum_i c_{C,i} g_i and S_C
-    likewise. `pushed`, `pushed_S`: their sums' factors, see `weighted`."""
+    likewise. `pushed`, `pushed_S`: their sums' factors, see `weighted`. `into`: tensors (W, S) for the result, the
+    old ones even; a write costs several passes over weights, and fresh memory costs as much as a pass."""
     new_W, new_S = [], None if pushed_S is None else []
+    to_W, to_S = into or ([None] * len(W), None)
     no_grad = not torch.is_grad_enabled()
-    keep, D, m = (x if x is None else x[..., None, None] for x in (coef.A, coef.D, coef.m_end))
-    for i, w in enumerate(W):
-        out = w if in_place else None
+    keep, D, m = (None if x is None else x[..., None, None] for x in (coef.A, coef.D, coef.m_end))
+    for i, (w, (x, y)) in enumerate(zip(W, pushed)):
+        out = to_W[i]
         if keep is not None:
-            w = (
-                torch.mul(keep[:, -1], w, out=out)
-                if target is None
-                else torch.lerp(target[i], w, keep[:, -1], out=out)
-            )
+            if target is None:
+                w = torch.mul(keep[:, -1], w, out=out)
+            else:
+                w = torch.lerp(target[i], w, keep[:, -1], out=out)
             out = w if no_grad else None
         if S is not None:
             w = torch.addcmul(w, D[:, -1], S[i], out=out)
             out = w if no_grad else None
-        new_W.append(torch.baddbmm(w, pushed[i][0].transpose(1, 2), pushed[i][1], alpha=-1, out=out))
+        new_W.append(torch.baddbmm(w, x.mT, y, alpha=-1, out=out))
         if pushed_S is not None:
             x, y = pushed_S[i]
             if S is None:
-                new_S.append(-torch.bmm(x.transpose(1, 2), y))
+                new_S.append(-torch.bmm(x.mT, y))
             else:
-                s = torch.mul(m, S[i], out=S[i] if in_place else None)
-                new_S.append(torch.baddbmm(s, x.transpose(1, 2), y, alpha=-1, out=s if no_grad else None))
+                s = torch.mul(m, S[i], out=to_S and to_S[i])
+                new_S.append(torch.baddbmm(s, x.mT, y, alpha=-1, out=s if no_grad else None))
     return new_W, new_S
 
 
-def _keeps_pairs(coef: Coef, W: list[Tensor], C: int) -> bool:
-    wide = all(w.shape[1] > w.shape[2] for w in W[1:])
-    return len(W) > 1 and C <= W[0].shape[2] and (coef.c is not None or wide)
-
-
 def c_end(coef: Coef) -> Tensor:
-    """c_{C,i}, `[P, C]`: how much of each g_i is in the weights after the chunk."""
-    return coef.theta if coef.c is None else coef.c[:, -1]
+    """c_{C,i}, `[P, C, 1]`: how much of each g_i is in the weights after the chunk."""
+    return (coef.theta if coef.c is None else coef.c[:, -1])[..., None]
 
 
-def _causal(rows: int, C: int, like: Tensor) -> Tensor:
-    """[C G, C]: 1 where the write comes no later than the read."""
-    token = torch.arange(rows, device=like.device) // (rows // C)
-    return (token[:, None] >= torch.arange(C, device=like.device)).to(like.dtype)
-
-
-def padded(x: Tensor, like: Tensor) -> Tensor:
-    """A dense grid may have unused programs at its end."""
-    return F.pad(x, (0, 0, 0, 0, 0, len(like) - len(x))) if len(x) < len(like) else x
+def s_end(coef: Coef) -> Tensor | None:
+    """The same for the momentum."""
+    return None if coef.s_end is None else coef.s_end[..., None]
 
 
 def _causal(rows: int, C: int, like: Tensor) -> Tensor:
@@ -218,55 +219,94 @@ def copied(x: list[Tensor] | None) -> list[Tensor] | None:
 
 
 class Tape(NamedTuple):
-    """What the forward keeps for the backward: per chunk the parts of the networks that cost a product with the
-    weights (z and dl/da of the hidden layers and y, for the key; z and y for the query; x . a of the upper layers if
-    it is small), and the states before some of the chunks."""
+    """What the forward keeps for the backward: the parts of the networks that cost a product with the weights, for
+    all programs, and the states before some of the chunks (`states` has their steps as keys)."""
 
-    chunks: list[tuple[Tensor, ...]]
+    hidden: list[Tensor]  # [N H, C G + C, width] z of the hidden layers, read and key
+    grad_act: list[Tensor]  # [N H, C, width] dl/da behind them
+    top: Tensor  # [N H, C, V] y of the key with a LayerNorm, without one the error
+    read_y: Tensor | None  # [N H, C G, V] y of the read, with a LayerNorm
+    pairs: list[Tensor]  # [N H, C G, C] x . a of the upper layers, if that is small
     states: dict[int, tuple[list[Tensor], list[Tensor] | None] | None]
+
+
+def blank_tape(plan: Plan, q: Tensor, k: Tensor, W: list[Tensor], coef: Coef, ln, steps) -> Tape:
+    """A tape for `scan` to fill, with the states before `steps`."""
+    (*hidden, V), rows, C, every = [w.shape[2] for w in W], q.shape[1], k.shape[1], whole(plan, len(q))
+    # x . a is dear where `a` is wide, and small where C is; with theta on a it would not be x . a
+    wide = coef.c is not None or all(w.shape[1] > w.shape[2] for w in W[1:])
+    return Tape(
+        [every.blank(q, rows + C, n) for n in hidden],
+        [every.blank(q, C, n) for n in hidden],
+        every.blank(q, C, V),
+        None if ln is None else every.blank(q, rows, V),
+        [every.blank(q, rows, C) for _ in hidden] if plan.current and C <= W[0].shape[2] and wide else [],
+        dict.fromkeys(steps),
+    )
+
+
+def _rooms(plan: Plan, every: Block, tape: Tape | None, o: Tensor | None, rows: int, L: int) -> list[tuple]:
+    """Where each chunk leaves what is kept: the first layer's z, `inner_gradient`'s `Room` and `_read_chunk`'s."""
+    none = [[None] * L] * len(plan.counts)
+    if tape is None:
+        return [(None, None, ([*x[1:], y], x)) for x, y in zip(none, every.cut(o))]
+    first = every.cut(tape.hidden[0]) if L > 1 else [None] * len(none)
+    key, read = (every.cuts([z[:, x] for z in tape.hidden]) for x in (slice(rows, None), slice(rows)))
+    inner = map(Room, key, every.cuts(tape.grad_act), every.cut(tape.top))
+    pairs = every.cuts([None, *tape.pairs]) if tape.pairs else none
+    return list(zip(first, inner, (([*z, y], p) for z, y, p in zip(read, every.cut(o), pairs))))
 
 
 def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, bound=None, tape: Tape | None = None):
     """All chunks in order. Returns o `[N H, C G, V]`, the inner losses `[N H, C]` (or `None`) and the rows' final W,
     W_xi, S (lists, or `None`).
 
-    `coef` is a `Coef`, or a `BoundedCoef` with a gradient `bound`. `tape`: to fill; its `states` has the steps as
-    keys.
+    `coef` is a `Coef`, or a `BoundedCoef` with a gradient `bound`. `tape`: to fill.
     """
-    reads, losses, ended, last, C = [], [], [], len(plan.counts) - 1, k.shape[1]
+    reads, losses, ended, last, C, rows = [], [], [], len(plan.counts) - 1, k.shape[1], q.shape[1]
     in_place, owned = not torch.is_grad_enabled(), False  # owned: W and S are this scan's to overwrite
-    whole = blocks(plan, last + 1)[0]
-    offset = inner_offset(plan.net, k, v, None if ln is None else padded(whole.spread(ln[1]), k))
-    both = torch.cat([k, q], 1)
-    # x . a of the upper layers is dear where `a` is wide, and small where C is; with theta on a it would not be x . a
-    keep_pairs = tape is not None and plan.current and _keeps_pairs(coef, W, C)
-    causal = _causal(q.shape[1], C, q) if plan.current else None
-    for j, (n, first) in enumerate(zip(plan.counts, plan.starts)):
-        here = slice(first, first + n)
+    every = whole(plan, len(q))
+    offset = inner_offset(plan.net, k, v, None if ln is None else every.spread(ln[1]))
+    causal = _causal(rows, C, q) if plan.current else None
+    o = None
+    if in_place:
+        kept = tape is not None and tape.read_y is not None
+        o = tape.read_y if kept else every.blank(q, rows, W[-1].shape[2])
+    rooms = _rooms(plan, every, tape, o, rows, len(W))
+    if bound is None:
+        coefs, ends = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
+    inputs = every.cuts([torch.cat([q, k], 1), q, k, offset])
+    for j, n in enumerate(plan.counts):
+        (both_j, q_j, k_j, offset_j), (first, room, read_room) = inputs[j], rooms[j]
         if tape is not None and j in tape.states:
             tape.states[j] = (copied(W), copied(S)) if owned and in_place else (W, S)
         start = xi if plan.carried and j == 0 else W
-        gain, goal = None if ln is None else ln[0][:n], cut(target, n)
-        key_first = query_first = None
+        if j == 0 or n < plan.counts[j - 1]:
+            gain, goal = None if ln is None else ln[0][:n], cut(target, n)
+        query_first = key_first = None
         if start is W or not plan.current:
-            key_first, query_first = torch.bmm(both[here], start[0]).split_with_sizes((C, q.shape[1]), 1)
-        a, delta, error, inner = inner_gradient(plan.net, start, k[here], offset[here], gain, key_first)
-        c = coef.part(here) if bound is None else coef.part(here, a, delta, bound)
-        pushed = weighted(c_end(c), a, delta)
+            first = torch.bmm(both_j, start[0], out=first)
+            if room is not None and room.hidden:  # `first` is where they belong
+                query_first, key_first = read_room[0][0], room.hidden[0]
+            else:
+                query_first, key_first = first.split_with_sizes((rows, C), 1)
+        a, delta, error = inner_gradient(plan.net, start, k_j, offset_j, gain, key_first, room)
+        if bound is None:
+            c, (end, end_S) = coefs[j], ends[j]
+        else:
+            c = coef.part(slice(plan.starts[j], plan.starts[j] + n), a, delta, bound)
+            end, end_S = c_end(c), s_end(c)
+        pushed = weighted(end, a, delta)
         pairs, read = (causal, pushed) if c.c is None else (grouped(c.c, plan.groups), list(zip(a, delta)))
-        ys, ps = _read_chunk(plan, W, S, goal, start, q[here], c, pairs, read, query_first)
-        reads.append(ys[-1])
-        if tape is not None:
-            z, grad_act, normed, _ = inner
-            top = error if ln is None else normed.y
-            tape.chunks.append((*z, *grad_act, top, *ys, *(ps[1:] if keep_pairs else ())))
+        reads.append(_read_chunk(plan, W, S, goal, start, q_j, c, pairs, read, query_first, read_room))
         if plan.keep_loss:
             losses.append(0.5 * error.detach().square().sum(-1))
         rest = 0 if j == last else plan.counts[j + 1]
         if plan.keep_state or j < last:
             final = plan.keep_state and rest < n
-            pushed_S = None if c.s_end is None else weighted(c.s_end, a, delta)
-            W, S = write_chunk(W, S, goal, c, pushed, pushed_S, in_place and owned and not final)
+            pushed_S = None if c.s_end is None else weighted(end_S, a, delta)
+            into = (W, S) if in_place and owned and not final else None
+            W, S = write_chunk(W, S, goal, c, pushed, pushed_S, into)
             owned = True
             if final:  # these rows end here
                 xi_end = [x[rest:] for x in (W if plan.full is True else start)]
@@ -277,20 +317,9 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, bound=None, tape: Tape
             if rest < n:
                 W, S = cut(W, rest), cut(S, rest)
     final = [None if x[0] is None else [torch.cat(y[::-1]) for y in zip(*x)] for x in zip(*ended)] or [None] * 3
-    o = _join(plan, reads, len(q))
+    o = every.stack(reads) if o is None else o
     if ln is not None:
-        gain, bias = (padded(whole.spread(x), q) for x in ln)
+        gain, bias = (every.spread(x) for x in ln)
         o = torch.addcmul(bias, gain, standardise(o, plan.net.eps).h)
     o = o + q if plan.net.residual else o
-    return o, _join(plan, losses, len(q)) if plan.keep_loss else None, *final
-
-
-def _join(plan: Plan, pieces: list[Tensor], total: int) -> Tensor:
-    """Chunk results in the grid's order; a dense grid has unused chunks behind the last shard's end."""
-    ends = [*plan.starts[1:], total]
-    return torch.cat(
-        [
-            F.pad(x, (0, 0) * (x.dim() - 1) + (0, b - a - len(x))) if b - a > len(x) else x
-            for x, a, b in zip(pieces, plan.starts, ends)
-        ]
-    )
+    return o, every.stack(losses) if plan.keep_loss else None, *final

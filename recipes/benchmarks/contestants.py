@@ -106,11 +106,16 @@ def ttt_mlp(path: Path, matched: str | None) -> Callable:
     return run
 
 
-def titans_memory(dim: int, heads: int, chunk_size: int, expansion: float, max_lr: float) -> torch.nn.Module | None:
+def titans_memory(
+    dim: int, heads: int, chunk_size: int, expansion: float, max_lr: float, plain: bool = False
+) -> torch.nn.Module | None:
     """titans-pytorch's NeuralMemory as it defaults (momentum, decay, LayerNorm + residual, 2-layer GELU MLP), with
     `batch_size=chunk_size` so that it takes gradients at the chunk's weights. `None` where it is not installed.
 
-    `max_lr`: its default of 1 goes non-finite."""
+    `max_lr`: its default of 1 goes non-finite. `plain` makes it a function that a tnt-hf memory computes as well, by
+    its own arguments: no momentum (it adds S once per chunk, not per token) and no LayerNorm with its residual (the
+    gain is a fast weight there). Forgetting it always computes; `plain` starts it at 1% per chunk, for at its default
+    of 50% nothing but zeros is left to compute with."""
     with contextlib.suppress(ImportError):
         from titans_pytorch import NeuralMemory
 
@@ -120,7 +125,21 @@ def titans_memory(dim: int, heads: int, chunk_size: int, expansion: float, max_l
             heads=heads,
             chunk_size=chunk_size,
             batch_size=chunk_size,
+            momentum=not plain,
+            mem_model_norm_add_residual=not plain,
+            init_decay_bias=-4.6 if plain else None,
             default_step_transform_max_lr=max_lr,
             default_model_kwargs={"depth": 2, "expansion_factor": expansion},
         )
     return None
+
+
+def titans_parameters(theirs: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Its parameters in the order of `memory_op.SameNeuralMemory`. `memory_model` is only the mould of the heads'."""
+    names = (
+        ["retrieve_norm.weight", "store_norm.weight", "to_queries.weight", "to_keys.weight", "to_values.weight"]
+        + ["combine_heads.weight", "retrieve_gate.0.weight", "to_adaptive_step.0.weight", "to_adaptive_step.0.bias"]
+        + ["to_decay_factor.0.weight", "to_decay_factor.0.bias"]
+        + ["memory_model_parameters.0", "memory_model_parameters.1"]
+    )
+    return [theirs.get_parameter(name) for name in names]

@@ -3,8 +3,11 @@
     python -m tnt_hf.recipes.benchmarks.memory_op --out results/memory_op.json [--ttt-lm path/to/ttt.py]
 
 Contestants take turns in one process (see measure.py). Against TTT-MLP both sides compute the same function of the
-same inputs and the run stops if outputs or gradients disagree; NeuralMemory writes once per chunk and reads the
-chunk's first weights, so there only shapes, depth, width, gates and projections are equal (ours does more).
+same inputs and the run stops if outputs or gradients disagree. Against NeuralMemory there are two rows. The first is
+what it does by default: it averages its gates over a chunk, adds its momentum once per chunk and reads the chunk's
+first weights; ours does all that per token, so only shapes, depth, width, gates and projections are equal (ours does
+more). "same-maths" is NeuralMemory without momentum and LayerNorm against `memory_chunkwise` with its semantics: again
+one function of the same inputs and parameters, and the run stops if they disagree.
 """
 
 import argparse
@@ -114,29 +117,76 @@ class OurNeuralMemory(nn.Module):
         return self.out((o * self.gate(reading).sigmoid()[..., None]).flatten(-2))
 
 
-def against_titans(chunk_size: int, expansion: int, rounds: int, args) -> dict:
+class SameNeuralMemory(nn.Module):
+    """NeuralMemory without momentum and LayerNorm, computed by `memory_chunkwise`: W <- (1 - alpha) W - sum_i theta_i
+    g_i once per chunk with one alpha, of the chunk's mean input; token t reads the weights of chunk (t + 1) // C."""
+
+    def __init__(self, dim: int, heads: int, chunk_size: int, expansion: int, max_lr: float):
+        super().__init__()
+        width, self.heads, self.chunk_size, self.max_lr = dim // heads, heads, chunk_size, max_lr
+        self.norms = nn.ModuleList([nn.RMSNorm(dim), nn.RMSNorm(dim)])
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.gate = nn.Linear(dim, heads, bias=False)
+        self.lr, self.decay = nn.Linear(dim, heads), nn.Linear(dim, heads)
+        shapes = ((width, expansion * width), (expansion * width, width))
+        self.weights = nn.ParameterList([nn.init.xavier_uniform_(torch.empty(s)).repeat(heads, 1, 1) for s in shapes])
+
+    def in_order(self) -> list[nn.Parameter]:
+        """As `contestants.titans_parameters` has them."""
+        layers = (*self.norms, self.q, self.k, self.v, self.out, self.gate, self.lr, self.decay)
+        return [p for layer in layers for p in layer.parameters()] + [*self.weights]
+
+    def forward(self, x):
+        C, (reading, storing) = self.chunk_size, (norm(x) for norm in self.norms)
+        q, k, v = (
+            f(y).unflatten(-1, (self.heads, -1)) for f, y in ((self.q, reading), (self.k, storing), (self.v, storing))
+        )
+        lr = self.lr(storing).sigmoid() * (
+            self.max_lr * 2 / k.shape[-1]
+        )  # its loss: a mean over the width, not half a sum
+        decay = self.decay(storing.unflatten(1, (-1, C)).mean(2)).sigmoid()
+        decay = nn.functional.pad(decay[:, :, None], (0, 0, 0, C - 1)).flatten(1, 2)  # by a chunk's first token alone
+        q = nn.functional.pad(q, (0, 0, 0, 0, 1, 0))  # read by the next token's weights
+        k, v = (nn.functional.pad(y, (0, 0, 0, 0, 0, 1)) for y in (k, v))
+        lr, decay = (nn.functional.pad(y, (0, 0, 0, 1)) for y in (lr, decay))
+        options = {"activation": "gelu", "decay": decay, "decay_target": "zero", "read": "chunk_start"}
+        o, _ = memory_chunkwise(q, k, v, lr, list(self.weights), chunk_size=C, **options)
+        return self.out((o[:, 1:] * self.gate(reading).sigmoid()[..., None]).flatten(-2))
+
+
+def against_titans(chunk_size: int, expansion: int, rounds: int, args, same_maths: bool) -> dict:
     torch.manual_seed(args.seed)
     dim = args.heads * args.width
-    theirs = contestants.titans_memory(dim, args.heads, chunk_size, expansion, max_lr=1e-2)
-    ours = OurNeuralMemory(dim, args.heads, chunk_size, expansion, max_lr=1e-2)
+    shape = (dim, args.heads, chunk_size, expansion, 1e-2)
+    theirs = contestants.titans_memory(*shape, plain=same_maths)
+    ours = (SameNeuralMemory if same_maths else OurNeuralMemory)(*shape)
     x = torch.randn(1, args.tokens, dim).requires_grad_()
     d_o = torch.randn(1, args.tokens, dim)
 
-    def training_step(module):
+    def training_step(module, parameters):
         def call():
             o = module(x)
             o = o[0] if isinstance(o, tuple) else o
-            wanted = [x, *(p for p in module.parameters() if p.requires_grad)]
-            grads = torch.autograd.grad(o, wanted, d_o, allow_unused=True)
+            grads = torch.autograd.grad(o, [x, *parameters], d_o, allow_unused=True)
             if not all(g is None or g.isfinite().all() for g in grads):
                 raise SystemExit(f"{type(module).__name__}: non-finite gradient")
+            return o, *grads
 
         return call
 
-    calls = {"tnt-hf": training_step(ours)}
+    calls = {"tnt-hf": training_step(ours, ours.in_order() if same_maths else list(ours.parameters()))}
     report = {"titans-pytorch": NOT_MEASURED}
     if theirs is not None:
-        calls["titans-pytorch"] = training_step(theirs)
+        wanted = contestants.titans_parameters(theirs) if same_maths else list(theirs.parameters())
+        calls["titans-pytorch"] = training_step(theirs, wanted)
+        if same_maths:
+            with torch.no_grad():
+                for mine, other in zip(ours.in_order(), wanted, strict=True):
+                    mine.copy_(other)
+            difference = disagreement(calls["tnt-hf"](), calls["titans-pytorch"]())
+            report["largest_relative_difference"] = difference
+            if not difference <= TOLERANCE:
+                raise SystemExit(f"NeuralMemory at C={chunk_size} disagrees: {difference:.1e} > {TOLERANCE}")
     return report | summarise(take_turns(calls, rounds), "tnt-hf", args.tokens)
 
 
@@ -171,7 +221,8 @@ def main(argv: list[str] | None = None) -> None:
     for C in args.chunk_sizes:
         report["titans-pytorch"][str(C)] = entry = {}
         for m in args.titans_expansions:
-            entry[f"expansion-{m}"] = against_titans(C, m, args.titans_rounds, args)
+            for name, same_maths in (("", False), ("same-maths-", True)):
+                entry[f"{name}expansion-{m}"] = against_titans(C, m, args.titans_rounds, args, same_maths)
         print_line(f"titans-pytorch C={C}", entry, "titans-pytorch", TARGETS["titans-pytorch"].get(C))
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
