@@ -1,0 +1,188 @@
+"""Which live models a memory can be injected into: one row per architecture, and why any other is refused.
+
+Axis legend of the weights: Q = Hq * head_dim   K = Hkv * head_dim   rows are output channels, `[out, in]`
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """
+    What has to be known about a model's attention to put a memory beside it.
+
+    Attributes:
+        attention_class: name of the attention module's class; another one may compute something else.
+        layers, attention: attributes of the layer list in the base model, and of the attention module in a layer.
+        cache: the argument under which the attention's forward gets the cache.
+        projections: attributes of q, k, v and o in the attention module; of the fused qkv and o where `fused` is set.
+        fused: how q, k and v share a weight. `"blocks"`: all of q, then k, then v; `"per_head"`: each head's q, k
+            and v together; `None`: three weights.
+        conv1d: the projections are `Conv1D`, whose weights are transposed.
+        rope: keys and queries are rotated before they reach the attention interface.
+    """
+
+    attention_class: str
+    layers: str = "layers"
+    attention: str = "self_attn"
+    cache: str = "past_key_values"
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    fused: str | None = None
+    conv1d: bool = False
+    rope: bool = True
+
+    @property
+    def lora_targets(self) -> list[str]:
+        """`target_modules` for LoRA on q, k, v and o; with the attention's name, so that nothing else matches."""
+        return [f"{self.attention}.{name}" for name in self.projections]
+
+    def attention_modules(self, base: nn.Module) -> list[nn.Module]:
+        """The attention modules of a base model (`model.base_model`), by layer."""
+        return [getattr(layer, self.attention) for layer in getattr(base, self.layers)]
+
+    def qkv_weights(self, attention: nn.Module, heads: "Heads") -> tuple[Tensor, Tensor, Tensor]:
+        """
+        The weights of q `[Q, hidden]`, k and v `[K, hidden]`; views where the layout allows.
+
+        Raises:
+            ValueError: a projection is quantized, sharded or wrapped: its weight is no plain matrix of that shape.
+        """
+        query, key = heads.query * heads.head_dim, heads.key_value * heads.head_dim
+        rows = (query, key, key) if self.fused is None else (query + 2 * key,)
+        weights = []
+        for name, count in zip(self.projections, rows):
+            weight = getattr(getattr(attention, name), "weight", None)
+            weight = weight.T if self.conv1d and isinstance(weight, Tensor) and weight.ndim == 2 else weight
+            expected = (count, heads.hidden)
+            if not isinstance(weight, Tensor) or not weight.is_floating_point() or tuple(weight.shape) != expected:
+                raise ValueError(
+                    f"{name}: memory_projections='own' copies its weight, which must be a plain floating-point matrix"
+                    f" {expected}, not {_describe(weight)}; inject before quantizing, or use"
+                    " memory_projections='shared'."
+                )
+            weights.append(weight)
+        if self.fused == "blocks":
+            return weights[0].split((query, key, key))
+        if self.fused == "per_head":
+            per_head = weights[0].view(heads.query, 3, heads.head_dim, heads.hidden)
+            return tuple(per_head[:, i].flatten(0, 1) for i in range(3))
+        return tuple(weights)
+
+
+def _describe(weight: object) -> str:
+    return f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+
+
+ARCHITECTURES = {
+    "gemma3_text": Architecture("Gemma3Attention"),
+    "gpt2": Architecture(
+        "GPT2Attention", "h", "attn", projections=("c_attn", "c_proj"), fused="blocks", conv1d=True, rope=False
+    ),
+    "gpt_neox": Architecture(
+        "GPTNeoXAttention",
+        attention="attention",
+        cache="layer_past",
+        projections=("query_key_value", "dense"),
+        fused="per_head",
+    ),
+    "granite": Architecture("GraniteAttention"),
+    "llama": Architecture("LlamaAttention"),
+    "mistral": Architecture("MistralAttention"),
+    "olmo": Architecture("OlmoAttention"),
+    "olmo2": Architecture("Olmo2Attention"),
+    "olmoe": Architecture("OlmoeAttention"),
+    "phi": Architecture("PhiAttention", projections=("q_proj", "k_proj", "v_proj", "dense")),
+    "phi3": Architecture("Phi3Attention", projections=("qkv_proj", "o_proj"), fused="blocks"),
+    "qwen2": Architecture("Qwen2Attention"),
+    "qwen3": Architecture("Qwen3Attention"),
+    "smollm3": Architecture("SmolLM3Attention"),
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of a model's attention: `hidden` channels, `query` and `key_value` heads of `head_dim` channels."""
+
+    hidden: int
+    query: int
+    key_value: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config) -> "Heads":
+        """From a model's config."""
+        query = config.num_attention_heads
+        key_value = getattr(config, "num_key_value_heads", None) or query
+        width = getattr(config, "head_dim", None) or config.hidden_size // query
+        return cls(config.hidden_size, query, key_value, width)
+
+
+def architecture_of(model: PreTrainedModel) -> Architecture:
+    """
+    The row of a live model.
+
+    Raises:
+        ValueError: `model` is no Transformers model, a PEFT wrapper, or of an architecture without a row; the message
+            says why and lists the supported ones.
+    """
+    if not isinstance(model, PreTrainedModel):
+        hint = ": inject into the base model, before LoRA" if hasattr(model, "peft_config") else ""
+        raise ValueError(f"model: must be a transformers PreTrainedModel, not {type(model).__name__}{hint}.")
+    kind = model.config.model_type
+    if kind not in ARCHITECTURES:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise ValueError(f"model_type={kind!r}: {_reason(model)}. Supported: {supported}.")
+    row = ARCHITECTURES[kind]
+    if reason := _own_code(model, row):
+        raise ValueError(f"model_type={kind!r}: {reason}.")
+    return row
+
+
+def _reason(model: PreTrainedModel) -> str:
+    config = model.config
+    if kind := {"tnt": "has its own memory; change its config instead"}.get(config.model_type):
+        return kind
+    if getattr(config, "is_encoder_decoder", False):
+        return "is an encoder-decoder model, and memory needs a causal decoder"
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        return f"is a composite model; inject into its language model ({text.model_type!r})"
+    if getattr(config, "kv_lora_rank", None):
+        return "its multi-head latent attention has no keys and values per head at the attention interface"
+    if not type(model)._can_set_attn_implementation():
+        return "its attention does not go through Transformers' attention interface"
+    if any("attention" not in kind or "linear" in kind for kind in getattr(config, "layer_types", None) or []):
+        return "some of its layers are recurrent or linear already"
+    return "its attention module has not been checked"
+
+
+def _own_code(model: PreTrainedModel, row: Architecture) -> str | None:
+    """What a model of a known type does that the row does not describe."""
+    config = model.config
+    found = {type(attention).__name__ for attention in row.attention_modules(model.base_model)}
+    if found != {row.attention_class}:
+        return f"its attention is {', '.join(sorted(found))}, not {row.attention_class}"
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return "its attention is bidirectional, and memory is causal"
+    if getattr(config, "add_cross_attention", False):
+        return "add_cross_attention=True: memory needs a model without cross-attention"
+    if getattr(config, "reorder_and_upcast_attn", False) and config._attn_implementation == "eager":
+        return "reorder_and_upcast_attn=True bypasses the attention interface; use attn_implementation='sdpa'"
+    return None
+
+
+def memory_dtype(attention: nn.Module, row: Architecture) -> tuple[torch.device, torch.dtype]:
+    """
+    Device and dtype of an attention module's parameters, which its memory's projections get as well.
+
+    Raises:
+        ValueError: weights on the meta device.
+    """
+    parameter = next(getattr(attention, row.projections[-1]).parameters())
+    if parameter.is_meta:
+        raise ValueError("model: its weights are on the meta device (offloaded or not loaded); load it first.")
+    return parameter.device, parameter.dtype if parameter.is_floating_point() else torch.get_default_dtype()

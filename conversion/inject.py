@@ -1,0 +1,160 @@
+"""`inject(model, config)`: a memory beside the attention of any live causal LM, and `unload` to take it out again.
+
+Every chosen attention module gets one submodule `memory`, so its tensors are `...self_attn.memory.*`. Nothing else
+changes: no class, no weight, no `requires_grad`. Queries and keys reach the memory as attention gets them, after RoPE.
+"""
+
+import copy
+import inspect
+from functools import partial
+
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from .architectures import Architecture, Heads, architecture_of, memory_dtype
+from .injected_attention import PREFIX, enter_attention, enter_model, is_injected
+from .injected_tnt import build_tnt
+from .injection_config import LiZAConfig, TNTInjectionConfig
+from .liza import LiZAMemory
+from .schedules import mag_modules
+
+
+def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, seed: int = 0) -> PreTrainedModel:
+    """
+    Put a memory beside the attention of a live model, before `o_proj`.
+
+    At w = 0 ([`LiZAConfig`]) or with a closed gate ([`TNTInjectionConfig`]) the model computes what it did, bit for
+    bit. The settings go into `model.config.tnt_injection` and are saved with it; the config becomes the model's own
+    copy. A saved one is read back by `load_injected`, or by `inject` into its base and `load_state_dict`; loaded as a
+    plain checkpoint it raises, unless `attn_implementation="sdpa"` asks for the base alone.
+
+    Args:
+        model: of an architecture in [`~conversion.architectures.ARCHITECTURES`], with sdpa or eager attention.
+        config: [`LiZAConfig`] or [`TNTInjectionConfig`].
+        seed: of the memory's random initial weights, the same as those of a conversion with this seed; the global
+            random state is not touched.
+
+    Returns:
+        `model` itself. The memory's parameters require gradients, those of the model are as they were.
+
+    Raises:
+        ValueError: an unsupported model or attention implementation, one that has a memory already, layers out of
+            range, or a configuration that does not fit the model. The model is unchanged then.
+
+    ```python
+    inject(model, LiZAConfig(operator="delta_rule", weight=0.0, max_self_attn_length=512))
+    ```
+    """
+    row = architecture_of(model)
+    if not isinstance(config, (LiZAConfig, TNTInjectionConfig)):
+        raise ValueError(f"config: must be a LiZAConfig or a TNTInjectionConfig, not {type(config).__name__}.")
+    base = model.base_model
+    attentions = row.attention_modules(base)
+    if any(is_injected(attention) for attention in attentions):
+        raise ValueError("model: has an injected memory already; unload(model) it first.")
+    # A saved injected model was loaded with the name it had.
+    implementation = str(base.config._attn_implementation).removeprefix(PREFIX)
+    if implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attn_implementation={implementation!r}: memory can be injected into 'sdpa' or 'eager' attention; call"
+            " model.set_attn_implementation('sdpa') first."
+        )
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        memories = _build(attentions, row, config, base.config, seed)
+
+    _own_config(model)
+    base.config._attn_implementation = PREFIX + implementation
+    # A plain attribute is saved: who loads the checkpoint without its memory gets an error, not another model.
+    base.config.attn_implementation = PREFIX + implementation
+    base.config.tnt_injection = config.to_dict()
+    model._is_stateful = True  # generate() refuses to roll a memory back
+    parameters = tuple(inspect.signature(base.forward).parameters)
+    base.register_forward_pre_hook(partial(enter_model, row, parameters), with_kwargs=True)
+    for i, memory in memories.items():
+        attentions[i].memory = memory.train(attentions[i].training)
+        attentions[i].max_self_attn_length = config.max_self_attn_length
+        attentions[i].register_forward_pre_hook(partial(enter_attention, row.cache), with_kwargs=True)
+    return model
+
+
+def unload(model: PreTrainedModel) -> PreTrainedModel:
+    """
+    Take the memory out, and LoRA with it: modules, hooks, settings and state-dict keys are those of the source again,
+    and so are the logits, bit for bit, as long as its own weights were not trained.
+
+    Returns:
+        `model` itself, or what a PEFT wrapper holds.
+
+    Raises:
+        ValueError: a model without injected memory, or whose adapters were merged into its weights.
+    """
+    if hasattr(model, "peft_config"):
+        from .adapters import without_adapters  # needs peft
+
+        model = without_adapters(model)
+    attentions = [module for module in model.modules() if is_injected(module)]
+    if not attentions:
+        raise ValueError("model: has no injected memory.")
+    base, config = model.base_model, model.base_model.config
+    for module in (base, *attentions):
+        _remove_hooks(module)
+    for attention in attentions:
+        del attention.memory, attention.max_self_attn_length
+    config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
+    del config.tnt_injection, config.attn_implementation
+    model.__dict__.pop("_is_stateful", None)
+    return model
+
+
+def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:
+    """
+    Change the window of attention beside the memories, for schedules; `None` is the model's own.
+
+    Raises:
+        ValueError: a model without injected memory, or a length below 1 token.
+    """
+    attentions = [module for module in model.modules() if is_injected(module)]
+    if not attentions:
+        raise ValueError("model: has no injected memory.")
+    settings = attentions[0].config.tnt_injection
+    cls = LiZAConfig if settings["kind"] == LiZAConfig.kind else TNTInjectionConfig
+    attentions[0].config.tnt_injection = cls.from_dict({**settings, "max_self_attn_length": length}).to_dict()
+    for attention in attentions:
+        attention.max_self_attn_length = length
+
+
+def _build(
+    attentions: list[nn.Module], row: Architecture, config: LiZAConfig | TNTInjectionConfig, host, seed: int
+) -> dict[int, nn.Module]:
+    """The memory of each chosen layer, before anything is changed."""
+    heads, indices = Heads.of(host), config.layer_indices(len(attentions))
+    memory_config = config.memory_config(host) if isinstance(config, TNTInjectionConfig) else None
+    memories = {}
+    for i in indices:
+        device, dtype = memory_dtype(attentions[i], row)
+        if memory_config is None:
+            memories[i] = LiZAMemory(config, heads, i).to(device, dtype)
+        else:
+            own = config.memory_projections == "own"
+            qkv = row.qkv_weights(attentions[i], heads) if own else None
+            memories[i] = build_tnt(memory_config, i, qkv, device, dtype, seed)
+    return memories
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Give the model a config that no other model shares, as models made from one config object do."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, partial) and hook.func in (enter_model, enter_attention):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+__all__ = ["inject", "mag_modules", "set_max_self_attn_length", "unload"]

@@ -1,0 +1,248 @@
+"""The way of a memory into a model's attention, without state on any module.
+
+Axis legend
+    B batch   T tokens of this call   L keys (earlier tokens and this call's)   W tokens of the window
+
+A forward pass hands everything down as keyword arguments, which all layers pass on to the attention interface:
+
+    base model   pre-hook    2-D mask, documents; a cache that can hold memory
+    attention    pre-hook    the module's input, and the cache as this layer may use it (`None` when checkpointed)
+    interface    function    attention itself, over a window if asked; then `module.memory` joins its output
+
+So recomputed layers, exceptions, copies, threads and models side by side need no care.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, find_packed_sequence_indices, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from tnt_hf.modeling_tnt import check_continuation, document_ids
+
+from .architectures import Architecture
+from .injected_cache import make_stateful, note_tokens
+
+
+PREFIX = "tnt_inject_"
+ARGUMENT = "tnt_memory"
+
+
+class MemoryCall(NamedTuple):
+    """What a memory needs besides q, k and v. A tuple, so that tools that move a call's tensors find them.
+
+    mask `[B, T]` bool or `None`: all tokens are valid; segment_ids `[B, T]` int or `None`: one document per row;
+    hidden_states `[B, T, hidden]` and the cache are added by the attention module.
+    """
+
+    mask: Tensor | None
+    segment_ids: Tensor | None
+    hidden_states: Tensor | None = None
+    cache: Cache | None = None
+
+
+# --------------------------------------------------------------------------------------------------------- base model
+
+
+def enter_model(
+    row: Architecture, parameters: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    """
+    Forward pre-hook of the base model; `parameters` are the names of its forward's arguments.
+
+    Raises:
+        ValueError: the attention implementation was changed after `inject`; a mask that is not 2-D or does not cover
+            the cached tokens; a cache that cannot hold the memory; packed documents that attention would mix.
+    """
+    given = dict(zip(parameters, args)) | kwargs
+    tokens, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    if tokens is None and embeds is None:
+        return args, kwargs  # the model has its own message
+    B, T = embeds.shape[:2] if tokens is None else tokens.shape
+    config = module.config
+    if not str(config._attn_implementation).startswith(PREFIX):
+        raise ValueError(
+            f"attn_implementation={config._attn_implementation!r}: was changed after inject(), which would switch the"
+            " memory off; unload(), change it, and inject again."
+        )
+    mask, cache = given.get("attention_mask"), given.get("past_key_values")
+    injected = [attention for attention in row.attention_modules(module) if is_injected(attention)]
+    if is_disabled(injected[0]):
+        if getattr(cache, "tnt_injection", None) is not None and cache.get_seq_length():
+            raise ValueError(
+                "past_key_values was filled with the memory on, which disable_adapter() has switched off."
+            )
+        given[ARGUMENT] = MemoryCall(None, None)
+        return (), given
+    slots = {attention.layer_idx: attention.memory.state_slots for attention in injected}
+    if cache is not None:
+        make_stateful(cache, slots, config.num_hidden_layers, config.tnt_injection)
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask: a memory needs a 2-D mask [B, past + T] of valid tokens, not {found}.")
+    segment_ids = documents(given, mask, cache, bool(given.get("use_cache")), B, T)
+    if segment_ids is not None:
+        given["use_cache"] = False  # with a cache, attention would not tell documents apart
+    elif cache is None and _uses_cache(module, given.get("use_cache")):
+        cache = given["past_key_values"] = DynamicCache(config=config)
+        make_stateful(cache, slots, config.num_hidden_layers, config.tnt_injection)
+    if cache is not None:
+        check_continuation(cache, mask, cache.get_seq_length(), T)
+        note_tokens(cache, T)
+    valid = None
+    if mask is not None:
+        valid = mask[:, -T:].to(torch.bool)
+        if not torch.compiler.is_compiling():
+            if bool(valid.all()):
+                valid = None
+            elif cache is not None:
+                cache.holds_padding = True
+    given[ARGUMENT] = MemoryCall(valid, segment_ids)
+    return (), given
+
+
+def _uses_cache(module: nn.Module, use_cache: bool | None) -> bool:
+    """Whether the base model is about to make a cache."""
+    if use_cache is None:
+        use_cache = getattr(module.config, "use_cache", False)
+    return bool(use_cache) and not (getattr(module, "gradient_checkpointing", False) and module.training)
+
+
+def documents(
+    given: dict[str, Any], mask: Tensor | None, cache: Cache | None, cached: bool, batch: int, length: int
+) -> Tensor | None:
+    """
+    `[B, T]` int64 that changes where a packed row starts a new document, or `None` if no row does: exactly where the
+    library's attention mask separates them, which it does for `position_ids` alone, without mask and cache.
+
+    Raises:
+        ValueError: packed documents between which attention itself would look.
+    """
+    positions = given.get("position_ids")
+    packed, separates = None, positions is not None and mask is None and cache is None and not cached
+    if separates:
+        packed = find_packed_sequence_indices(positions.expand(batch, -1))
+    if torch.compiler.is_compiling():
+        return packed
+    if not separates:
+        valid = None if mask is None else mask[:, -length:].to(torch.bool)
+        if document_ids(positions, valid, batch, length, {}) is not None:
+            why = "a cache (use_cache=True)" if mask is None else "an attention_mask"
+            raise ValueError(
+                f"position_ids restart inside a row (packed documents) together with {why}: attention would look"
+                " across documents; pass position_ids alone."
+            )
+    if (announced := document_ids(None, None, batch, length, given)) is not None:
+        if packed is None or not torch.equal(announced.diff() != 0, packed.diff() != 0):
+            raise ValueError(
+                "cu_seq_lens_q or seq_idx name documents that position_ids do not: attention would look across them;"
+                " pass position_ids that restart with each document."
+            )
+    return packed
+
+
+def is_injected(module: nn.Module) -> bool:
+    """Whether `module` is an attention module that `inject` gave a memory."""
+    return hasattr(module, "max_self_attn_length")
+
+
+def is_disabled(attention: nn.Module) -> bool:
+    """Whether PEFT's `disable_adapter()` asks for the source model: the memory is what was trained, so it is off."""
+    return bool(getattr(attention.memory, "disable_adapters", False))
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+def enter_attention(cache_argument: str, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """
+    Forward pre-hook of an attention module, whose cache is called `cache_argument`.
+
+    Raises:
+        ValueError: the module was not called by its base model.
+    """
+    call = kwargs.get(ARGUMENT)
+    if call is None:
+        raise ValueError(f"{ARGUMENT}=None: call the injected model or its base model, not a layer of it.")
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    call = call._replace(hidden_states=hidden_states, cache=kwargs.get(cache_argument))
+    return args, {**kwargs, ARGUMENT: call}
+
+
+def _inject(kind: str, base: Callable, module: nn.Module, query, key, value, attention_mask, **kwargs):
+    call: MemoryCall | None = kwargs.pop(ARGUMENT, None)
+    if call is None:
+        raise ValueError(
+            f"attn_implementation={PREFIX + kind!r}: this checkpoint holds an injected memory that was not loaded; use"
+            f" tnt_hf.conversion.load_injected, or pass attn_implementation={kind!r} for the base model alone."
+        )
+    if not is_injected(module) or is_disabled(module):
+        return base(module, query, key, value, attention_mask, **kwargs)
+    T = query.shape[2]
+    seen = (key, value, attention_mask)
+    if module.max_self_attn_length is not None:
+        seen = narrow(query, key, value, attention_mask, module.max_self_attn_length, additive=kind == "eager")
+    attn_output, attn_weights = base(module, query, *seen, **kwargs)
+    joined = module.memory(
+        attn_output,
+        query,
+        key[:, :, -T:],
+        value[:, :, -T:],
+        call.hidden_states,
+        mask=call.mask,
+        segment_ids=call.segment_ids,
+        cache=call.cache,
+    )
+    return joined, attn_weights
+
+
+def injected_sdpa(module, query, key, value, attention_mask, **kwargs):
+    """The library's sdpa attention and the module's memory; arguments and results of an attention function."""
+    base = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return _inject("sdpa", base, module, query, key, value, attention_mask, **kwargs)
+
+
+def injected_eager(module, query, key, value, attention_mask, **kwargs):
+    """The model's own eager attention and the module's memory; arguments and results of an attention function."""
+    base = sys.modules[type(module).__module__].eager_attention_forward
+    return _inject("eager", base, module, query, key, value, attention_mask, **kwargs)
+
+
+def narrow(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int, additive: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """
+    Keys, values and mask with which attention sees the last `window` tokens, the query's own included.
+
+    Args:
+        query: `[B, Hq, T, D]`, the last T of the L tokens. key, value: `[B, H, L, D]`.
+        mask: `[B or 1, 1 or Hq, T, L]` bool (`True` = seen) or additive; `None` is causal.
+        additive: which of the two to make out of `None`.
+    """
+    T, L = query.shape[2], key.shape[2]
+    keep = min(L, window + T - 1)  # older keys are outside every query's window
+    key, value = key[:, :, L - keep :], value[:, :, L - keep :]
+    mask = None if mask is None else mask[..., L - keep :]
+    if T == 1 or L <= window:
+        return key, value, mask
+    place = torch.arange(keep, device=key.device)
+    distance = place[keep - T :, None] - place
+    seen = (distance >= 0) & (distance < window)
+    if mask is None and not additive:
+        return key, value, seen[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        return key, value, mask & seen
+    # Not a sum, which would overflow.
+    lowest = torch.finfo(query.dtype).min
+    mask = torch.zeros((), dtype=query.dtype, device=key.device) if mask is None else mask
+    return key, value, torch.where(seen[None, None], mask, lowest)
+
+
+AttentionInterface.register(PREFIX + "sdpa", injected_sdpa)
+AttentionInterface.register(PREFIX + "eager", injected_eager)
+AttentionMaskInterface.register(PREFIX + "sdpa", sdpa_mask)
+AttentionMaskInterface.register(PREFIX + "eager", eager_mask)

@@ -1,0 +1,117 @@
+"""Memory state in the model's own cache: the library's `DynamicCache`, whose layers gain it beside keys and values.
+
+Axis legend
+    B batch   H key/value heads   K, V key and value width of a head
+
+The state travels with keys and values through everything a cache does: beams, `num_return_sequences`, selecting rows,
+`reset`, several turns. It cannot be cropped.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from tnt_hf.cache_tnt import TNTFullLayer, TNTSlidingLayer
+
+
+class _NoCrop:
+    is_croppable = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove}: a memory cannot forget tokens, so the cache of an injected"
+                " model cannot be cropped (assisted decoding needs that)."
+            )
+
+
+class InjectedFullLayer(_NoCrop, TNTFullLayer):
+    """Keys and values of full attention, and a memory's state."""
+
+
+class InjectedSlidingLayer(_NoCrop, TNTSlidingLayer):
+    """Keys and values of a sliding window, and a memory's state."""
+
+
+def make_stateful(cache: Any, slots: dict[int, int], count: int, settings: dict[str, Any]) -> None:
+    """
+    Give the layers of an empty cache room for memory, or check that a used one has it.
+
+    Args:
+        cache: what came as `past_key_values`.
+        slots: number of state tensors by layer index. count: layers of the model.
+        settings: of the injection; a cache remembers those it was filled with.
+
+    Raises:
+        ValueError: static, quantized, offloaded, encoder-decoder and unknown caches; one that holds tokens but no
+            memory of them; one of another model or injection.
+    """
+    hint = "pass an empty DynamicCache(config=model.config), or none"
+    if not isinstance(cache, Cache):
+        raise ValueError(f"past_key_values: {type(cache).__name__} is no Cache of transformers; {hint}.")
+    settings = {**settings, "slots": slots}
+    filled_with = getattr(cache, "tnt_injection", None)
+    if filled_with == settings:
+        return
+    if filled_with is not None and cache.get_seq_length():
+        names = [name for name in settings if filled_with.get(name) != settings[name]]
+        raise ValueError(
+            f"past_key_values was filled with another injection: {names[0]}={filled_with.get(names[0])!r}, the model"
+            f" has {settings[names[0]]!r}."
+        )
+    if not isinstance(cache, DynamicCache):
+        raise ValueError(f"past_key_values: {type(cache).__name__} keeps no memory state; {hint}.")
+    if cache.offloading:
+        raise ValueError(f"past_key_values: offloading=True does not move the memory's state; {hint}.")
+    if cache.get_seq_length():
+        raise ValueError(
+            f"past_key_values holds {cache.get_seq_length()} tokens, but no memory of them: it was filled before"
+            f" inject(); {hint}."
+        )
+    layers = list(cache.layers)
+    if cache.layer_class_to_replicate is not None:
+        layers += [cache.layer_class_to_replicate() for _ in range(count - len(layers))]
+    if len(layers) != count:
+        raise ValueError(f"past_key_values has {len(layers)} layers, the model has {count}; {hint}.")
+    for i, number in slots.items():
+        if type(layers[i]) not in (DynamicLayer, DynamicSlidingWindowLayer, InjectedFullLayer, InjectedSlidingLayer):
+            raise ValueError(f"past_key_values: layer {i} is a {type(layers[i]).__name__}; {hint}.")
+        if layers[i].is_sliding:
+            layers[i] = InjectedSlidingLayer(layers[i].sliding_window, number)
+        else:
+            layers[i] = InjectedFullLayer(number)
+    cache.layers, cache.tnt_injection = layers, settings
+
+
+def note_tokens(cache: Cache, count: int) -> None:
+    """
+    Keep the books: `count` tokens are about to be added to keys, values and memory.
+
+    Raises:
+        ValueError: keys and values have gained or lost tokens of which the memory knows nothing.
+    """
+    if torch.compiler.is_compiling():
+        return
+    past = cache.get_seq_length()
+    if past and past != (known := getattr(cache, "tokens_remembered", 0)):
+        raise ValueError(
+            f"past_key_values holds {past} tokens, its memory has seen {known}: it was changed elsewhere."
+        )
+    cache.tokens_remembered = past + count
+
+
+def read_state(cache: Cache, layer_idx: int) -> Tensor | None:
+    """State `[B, H, K, V]` of a layer with one slot, or `None` before its first token."""
+    layer = cache.layers[layer_idx]
+    return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+
+
+def write_state(cache: Cache, layer_idx: int, state: Tensor) -> None:
+    """Keep `state` `[B, H, K, V]` as it is: a new tensor for each call, which autograd can follow."""
+    layer = cache.layers[layer_idx]
+    if not layer.is_recurrent_states_initialized[0]:
+        layer.lazy_initialization(recurrent_states=state, state_idx=0)
+    layer.recurrent_states[0] = state
+    layer.has_previous_state[0] = True

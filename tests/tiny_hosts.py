@@ -1,0 +1,110 @@
+"""Tiny random models of every architecture that `inject` supports, hard to please: large weights, grouped heads, head
+widths that are not hidden / heads, fused and transposed projections, sliding windows of 5 tokens."""
+
+import torch
+from tiny import left_padded
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+HOSTS = {
+    "llama": {"attention_bias": True},
+    "mistral": {"head_dim": 12, "sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"head_dim": 12},
+    "olmo": {"clip_qkv": 2.0},
+    "olmo2": {},
+    "gemma3_text": {
+        "head_dim": 12,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 20,
+    },
+    "phi": {"qk_layernorm": True},
+    "phi3": {"head_dim": 8},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_neox": {"use_parallel_residual": False},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.7},
+}
+ONE_OF_EACH_LAYOUT = ("llama", "gemma3_text", "phi3", "gpt_neox", "gpt2")  # separate, windows, both kinds of fusion
+# Chunks and resets that 33 tokens cross several times.
+OPEN_TNT = TNTInjectionConfig(
+    memory_gate_init=0.7, global_chunk_size=8, local_chunk_sizes=[2, 4], local_reset_interval=16, memory_conv_kernel=3
+)
+OPEN_LIZA = LiZAConfig(weight=0.5, chunk_size=8)
+OPENED = {"liza": OPEN_LIZA, "tnt": OPEN_TNT}
+# Every operator and mode that takes another path through the code.
+MODES = {
+    **OPENED,
+    "gated": LiZAConfig(operator="gated_delta_rule", gate="learned", weight=0.4, chunk_size=5),
+    "gated pooled": LiZAConfig(operator="gated_delta_rule", feature_map="elu+1", weight=0.1),
+    "product": LiZAConfig(operator="delta_product", gate="learned", num_writes=3),
+    "linear": LiZAConfig(operator="linear", feature_map="softmax", weight=0.5, implementation="recurrent"),
+    "window": LiZAConfig(max_self_attn_length=4),
+    "one layer": LiZAConfig(layers=[1], weight=1.0),
+    "tnt window": TNTInjectionConfig(memory_gate="mix", memory_gate_init=0.5, max_self_attn_length=4),
+    "tnt heads": TNTInjectionConfig(
+        memory_num_heads=1, memory_head_dim=16, memory_gate_init=0.7, global_chunk_size=8, local_chunk_sizes=[]
+    ),
+    "tnt shared": TNTInjectionConfig(
+        memory_projections="shared", memory_gate_init=0.7, global_chunk_size=4, qk_projection="shard", memory_depth=2
+    ),
+}
+CLOSED = {"liza": LiZAConfig(weight=0.0), "tnt": TNTInjectionConfig(global_chunk_size=8)}
+
+
+def tiny_host(kind: str, dtype: torch.dtype = torch.float32, attn: str = "sdpa", **changes):
+    """A model of type `kind` in eval mode, the same one for the same arguments; weights of std 0.15, no zero bias."""
+    fields = {**SIZES, **HOSTS[kind], **changes}
+    if kind in ("gpt2", "gpt_neox"):
+        del fields["num_key_value_heads"]  # know no grouped heads
+    config = AutoConfig.for_model(kind, **fields)
+    config._experts_implementation = "eager"  # the fused ones refuse float64
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.15 * noise if parameter.ndim > 1 else parameter + 0.2 * noise)
+    return model.to(dtype).eval()
+
+
+def positions(mask: torch.Tensor) -> torch.Tensor:
+    """`[B, T]` positions that count valid tokens, as `generate` makes them."""
+    return (mask.cumsum(1) - 1).clamp_min(0)
+
+
+def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Arguments of a model for rows of different lengths `[n]`, padded on the left."""
+    ids, mask = left_padded(rows)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
+
+
+@torch.no_grad()
+def decode(model, ids: torch.Tensor, pieces: list[int], mask: torch.Tensor | None = None, cache=None):
+    """Logits `[B, T, vocab]` of `ids` given in pieces of these lengths, and the cache."""
+    logits, end = [], 0
+    for length in pieces:
+        start, end = end, end + length
+        extra = {}
+        if mask is not None:
+            extra = {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, start:end]}
+        out = model(ids[:, start:end], past_key_values=cache, use_cache=True, **extra)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return torch.cat(logits, 1), cache
