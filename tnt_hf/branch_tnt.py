@@ -189,7 +189,8 @@ def quadratic(x: Tensor) -> Tensor:
     """`[..., D]` -> `[..., D (D + 1) / 2]`: the products x_i x_j, weighted so that quadratic(x) . quadratic(y) is
     (x . y)^2. Keys of unit length keep it, and far more of them fit into a linear memory without interfering."""
     i, j = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
-    return x[..., i] * x[..., j] * torch.where(i == j, x.new_ones(()), 2.0**0.5)
+    weight = torch.where(i == j, x.new_ones(()), 2.0**0.5)
+    return x.index_select(-1, i) * (x.index_select(-1, j) * weight)  # `x[..., i]` has a slow backward
 
 
 class TNTMemory(nn.Module):
