@@ -117,20 +117,6 @@ class LayerInfo:
     kv_bytes: int
 
 
-def parse_yaml(text: str):
-    """YAML in which `1e-6` is a number, as in JSON and YAML 1.2; PyYAML reads YAML 1.1, where it is a string."""
-    import re
-
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
-    return yaml.load(text, Loader)
-
-
 def load_config(source: str, overrides: list[str]):
     """The `TNTConfig` of a preset, a folder or file of fields, or a Hub id, with `FIELD=VALUE` overrides applied.
 
@@ -141,6 +127,7 @@ def load_config(source: str, overrides: list[str]):
     from transformers import PreTrainedConfig
 
     from tnt_hf import TNTConfig
+    from tnt_hf.settings import parse_yaml
 
     path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
     if source in PRESETS:

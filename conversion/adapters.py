@@ -1,0 +1,218 @@
+"""LoRA on models with memory, through peft: q, k, v and o get low-rank adapters, the memory is trained as it is.
+
+    inject(model, config)                             memory
+    model = get_peft_model(model, lora_config(model)) LoRA; or both in one call: get_tptt_model
+    Trainer(model, ...) / model.save_pretrained(dir)  the adapter's folder holds the settings of the injection, too
+    load_injected(dir)                                the same model again
+    unload(model.merge_and_unload())                  LoRA merged, memory taken out; unload(model) gives the source
+
+An adapter is LoRA and memory together: `with model.disable_adapter()` is the model without both.
+"""
+
+import copy
+import os
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+from .architectures import ARCHITECTURES
+from .inject import inject, unload
+from .injected_attention import is_injected
+from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
+from .reload import load_injected
+
+
+MEMORY = "memory"
+ALL_LINEAR = "all-linear"  # what peft calls every linear layer but the head
+TNT_TARGETS = [f"self_attn.{name}_proj" for name in "qkvo"]
+# Ways of initialising LoRA that leave the weights they adapt as they are.
+HARMLESS_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+# What settings are called in TPTT.
+TPTT_NAMES = {
+    "operator_mode": "operator",
+    "mag_weight": "weight",
+    "max_chunk_size": "chunk_size",
+    "lora_config": "get_tptt_model(lora=...)",
+    "base_model_name": "get_tptt_model(base)",
+}
+
+
+@dataclass
+class InjectedLoraConfig(LoraConfig):
+    """
+    peft's `LoraConfig` and the settings of the injection, which so land in every `adapter_config.json`. peft itself
+    warns that it does not know `tnt_injection`, and goes on without a memory.
+
+    Args:
+        tnt_injection: `model.config.tnt_injection`. What is saved is that of the live model, if it has changed since.
+    """
+
+    tnt_injection: dict[str, Any] | None = field(default=None, metadata={"help": "Settings of tnt_hf's inject()"})
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, ready for JSON."""
+        live = getattr(getattr(self, "host", None), "tnt_injection", None)
+        return {**super().to_dict(), "tnt_injection": copy.deepcopy(live or self.tnt_injection)}
+
+
+def lora_config(model: nn.Module, **overrides: Any) -> LoraConfig:
+    """
+    The `LoraConfig` for a model with memory: rank 8, alpha 16, dropout 0.05 on q, k, v and o of every layer, under the
+    names they have in this architecture, and the memory in `modules_to_save`: W_init, gates, projections and the
+    Memory-as-Gate weight are trained and saved in full. The memory's own projections get no LoRA.
+
+    Args:
+        model: injected (see [`inject`]) or a TNT model; in a `PeftModel`, for another adapter.
+        overrides: fields of `LoraConfig`. `target_modules` may be anything peft takes, what is inside the memory is
+            left out of it; `modules_to_save` is in addition to the memory.
+
+    Returns:
+        `LoraConfig`; an [`InjectedLoraConfig`] for an injected model.
+
+    Raises:
+        ValueError: a model that is neither, an unknown field, or a value out of range.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    targets, transposed = _targets(base)
+    _check_overrides(overrides)
+    values = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "task_type": "CAUSAL_LM", "target_modules": targets}
+    values |= {"fan_in_fan_out": transposed, **overrides}
+    memories = [name for name, _ in base.named_modules() if name.endswith(f".{MEMORY}")]
+    if memories:
+        values["modules_to_save"] = [MEMORY, *(x for x in values.get("modules_to_save") or [] if x != MEMORY)]
+    if "exclude_modules" not in overrides and _reaches(values["target_modules"], base):
+        values["exclude_modules"] = rf".*\.{MEMORY}\..*"
+    settings = getattr(base.config, "tnt_injection", None)
+    if settings is None:
+        config = LoraConfig(**values)
+    else:
+        config = InjectedLoraConfig(**values, tnt_injection=copy.deepcopy(settings))
+        config.host = base.config
+    found = any(check_target_module_exists(config, name) for name, _ in base.named_modules())
+    if values["target_modules"] != ALL_LINEAR and not found:
+        raise ValueError(f"target_modules={values['target_modules']!r}: match no module of {type(base).__name__}.")
+    return config
+
+
+def get_tptt_model(
+    base: PreTrainedModel | str | os.PathLike,
+    config: LiZAConfig | TNTInjectionConfig | dict[str, Any],
+    lora: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> PeftModel:
+    """
+    A pretrained model, a memory and LoRA in one call, as in TPTT: [`inject`], then peft with [`lora_config`].
+
+    Different from TPTT 0.12.1: it loads the model, too, if given its name; returns the `PeftModel` alone, for the
+    state of the operator is in the model's own cache; LoRA is part of it (there: `TpttModel`); the layers are found
+    by architecture and not by name, and an architecture that is not known is refused. Its settings are called
+    `operator` (there `operator_mode`), `weight` (`mag_weight`) and `chunk_size` (`max_chunk_size`), and
+    `max_self_attn_length` as there. The operators are the published ones, always in float32 at least, and causal, so
+    there are no `linear_precision`, `bidirectional`, `cross_gate`, `pooling_config` and `padding_side`.
+
+    Args:
+        base: a model, changed in place, or a folder or Hub id.
+        config: [`LiZAConfig`], [`TNTInjectionConfig`], or either as a dict (`LiZAConfig` where it names no `"kind"`).
+        lora: overrides of [`lora_config`].
+        kwargs: for `AutoModelForCausalLM.from_pretrained`, when `base` is a name.
+
+    Raises:
+        ValueError: see [`inject`] and [`lora_config`]. A model that was given is unchanged then.
+
+    ```python
+    model = get_tptt_model("Qwen/Qwen3-0.6B", {"operator": "delta_rule", "weight": 0.5}, lora={"r": 16})
+    ```
+    """
+    if isinstance(config, dict):
+        if renamed := [name for name in config if name in TPTT_NAMES]:
+            raise ValueError(f"config[{renamed[0]!r}]: is {TPTT_NAMES[renamed[0]]} here.")
+        config = injection_from_dict({"kind": LiZAConfig.kind, **config})
+    lora = {} if lora is None else lora
+    if not isinstance(lora, dict):
+        raise ValueError(f"lora={type(lora).__name__}: must be a dict of LoraConfig's fields or None.")
+    _check_overrides(lora)
+    if isinstance(base, (str, os.PathLike)):
+        base = AutoModelForCausalLM.from_pretrained(base, **kwargs)
+    elif kwargs:
+        raise ValueError(f"{', '.join(kwargs)}: only for a base that is loaded here, not a {type(base).__name__}.")
+    inject(base, config)
+    try:
+        return get_peft_model(base, lora_config(base, **lora))
+    except Exception:
+        base.__dict__.pop("peft_config", None)  # peft leaves it behind where it fails
+        unload(base)
+        raise
+
+
+def without_adapters(model: PeftModel) -> PreTrainedModel:
+    """
+    The model inside a `PeftModel` without its adapters, which are not merged: its weights are those it was given. The
+    memory is the one `inject` made. peft's `requires_grad = False` stays.
+
+    Raises:
+        ValueError: no `PeftModel`; adapters that changed the weights they are beside.
+    """
+    if not isinstance(model, PeftModel):
+        raise ValueError(f"model: must be a PeftModel, not {type(model).__name__}; pass the PeftModel itself.")
+    for name, config in model.peft_config.items():
+        start, bias = getattr(config, "init_lora_weights", True), getattr(config, "bias", "none")
+        if start not in HARMLESS_STARTS:
+            raise ValueError(f"init_lora_weights={start!r} of adapter {name!r}: has changed the model's own weights.")
+        if bias != "none":
+            raise ValueError(f"bias={bias!r} of adapter {name!r}: has trained the model's own biases.")
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and module.merged:
+            raise ValueError(
+                f"{name}: an adapter is merged into its weight; model.unmerge_adapter() takes it out (up to rounding)."
+            )
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            module.set_adapter([])  # the original comes back, not the trained copy
+    return model.unload()
+
+
+def _targets(base: nn.Module) -> tuple[list[str], bool]:
+    """Names of the projections that get LoRA, and whether their weights are transposed."""
+    kind = getattr(getattr(base, "config", None), "model_type", None)
+    if kind == "tnt":
+        return TNT_TARGETS, False
+    if any(is_injected(module) for module in base.modules()) and kind in ARCHITECTURES:
+        return ARCHITECTURES[kind].lora_targets, ARCHITECTURES[kind].conv1d
+    raise ValueError(
+        f"model={type(base).__name__}: has no injected memory and is no TNT model; inject(model, config) it first."
+    )
+
+
+def _check_overrides(overrides: dict[str, Any]) -> None:
+    known = [x.name for x in fields(LoraConfig) if x.init]
+    if unknown := [name for name in overrides if name not in known]:
+        raise ValueError(f"{unknown[0]}={overrides[unknown[0]]!r}: is no field of LoraConfig: {', '.join(known)}.")
+
+    def check(name: str, accepted: bool, reason: str) -> None:
+        if name in overrides and not accepted:
+            raise ValueError(f"{name}={overrides[name]!r}: must be {reason}.")
+
+    r, alpha, dropout = (overrides.get(name, 0.5) for name in ("r", "lora_alpha", "lora_dropout"))
+    check("r", isinstance(r, int) and not isinstance(r, bool) and r > 0, "an integer of at least 1")
+    check("lora_alpha", isinstance(alpha, (int, float)) and alpha > 0, "a positive number")
+    check("lora_dropout", isinstance(dropout, (int, float)) and 0 <= dropout < 1, "a number in [0, 1)")
+    saved = overrides.get("modules_to_save")
+    check("modules_to_save", saved is None or isinstance(saved, (list, tuple)), "a list of module names")
+
+
+def _reaches(targets: Any, base: nn.Module) -> bool:
+    """Whether peft would put LoRA inside a memory."""
+    inside = [name for name, module in base.named_modules() if f".{MEMORY}." in name and not list(module.children())]
+    if isinstance(targets, str):
+        return any(targets == ALL_LINEAR or re.fullmatch(targets, name) for name in inside)
+    return any(name.endswith(f".{target}") for name in inside for target in targets or [])
+
+
+__all__ = ["InjectedLoraConfig", "get_tptt_model", "load_injected", "lora_config", "without_adapters"]

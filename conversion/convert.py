@@ -1,0 +1,218 @@
+"""A pretrained checkpoint into a standalone TNT checkpoint, as a stream.
+
+The base tensors of TNT carry Llama's names, so a source of the same dtype is linked or copied as it is, and one shard
+of memory tensors, an index, a configuration and the model's code are written beside it. Only a cast or a fused tensor
+makes new shards. The result appears at once when it is complete (staging), after every check (source, plan).
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+
+from tnt_hf import __version__
+from tnt_hf.configuration_tnt import TNTConfig
+from tnt_hf.conversion.families import family_of, read_source_config, tnt_config
+from tnt_hf.conversion.manifest import MANIFEST, write_manifest
+from tnt_hf.conversion.memory_tensors import initial_memory_tensors
+from tnt_hf.conversion.model_card import model_card, public_name
+from tnt_hf.conversion.plan import base_shards, is_same_bytes, our_tensors, parse_size
+from tnt_hf.conversion.probe import measure_window_errors, probe_name
+from tnt_hf.conversion.shards import STORED, TORCH
+from tnt_hf.conversion.source import Source, StoredTensor, locate, read_json, read_source
+from tnt_hf.conversion.staging import Staging, check_target
+from tnt_hf.conversion.writer import Writer
+
+
+LINKS = ("auto", "link", "copy")
+
+
+def convert_checkpoint(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    window: int | None = None,
+    keep_full_attention: list[int] | str | None = None,
+    probe: str | os.PathLike | None = None,
+    dtype: Any = None,
+    link: str = "auto",
+    overwrite: bool = False,
+    seed: int = 0,
+    max_shard_size: str | int = "5GB",
+    progress: bool = True,
+    check: bool = False,
+    revision: str | None = None,
+    say: Callable[[str], object] | None = None,
+    **fields: Any,
+) -> Path:
+    """
+    Convert a Llama, Mistral, Qwen2, Qwen3 or Phi-3 checkpoint into a TNT checkpoint that computes the same.
+
+    With `window=None` its logits equal the source's bit for bit; with a window W at every position < W. `output`
+    appears complete or not at all, whatever happens on the way. (Phi-3's fused projections become separate matrix
+    products, which round differently: equal to rounding.)
+
+    Args:
+        source: a folder or a Hub id (`revision` for the latter).
+        output: the folder to be.
+        window: keys every query sees (tokens), itself included. `None` keeps the source's attention.
+        keep_full_attention: layers that attend to everything beside a window, or `"auto:N"`: the N that `probe` shows
+            to suffer most from it.
+        probe: a text, or the path of a text file, to measure each layer's window error on. Loads the source.
+        dtype: of the base tensors, such as `"bfloat16"`; `None` keeps theirs.
+        link: `"auto"` links the shards where the file system can and copies them otherwise, `"link"` insists,
+            `"copy"` copies. A linked shard is the source's file under a second name: changing it in place changes
+            both. (`save_pretrained` writes new files and is safe.)
+        overwrite: replace `output` if it is an earlier conversion.
+        seed: of the few tensors that start at random.
+        max_shard_size: of shards written anew.
+        progress: show a bar, in bytes.
+        check: read linked shards too, for their SHA-256 and to find nan and infinity. What is copied or written is
+            always read.
+        say: told what happens, one line each; by default nothing is.
+        fields: of [`TNTConfig`]'s memory, such as `memory_layers=[0, 2]` or `global_chunk_size=256`.
+
+    Returns:
+        The resolved path of the result.
+
+    Raises:
+        ValueError: a setting, a configuration, a shard or the architecture is not acceptable.
+        OSError: `output` exists, a file is missing, the disk is full, a link is impossible.
+    """
+    say = say or (lambda line: None)
+    count = _check_settings(link, seed, window, keep_full_attention, probe)
+    most, cast = parse_size(max_shard_size), stored_dtype(dtype)
+    folder, target = locate(source, revision), Path(output).resolve()
+    _check_apart(folder, target)
+    check_target(target, overwrite)
+
+    checkpoint = read_source(folder, str(source))
+    # Everything a probe does not change is checked before it, because it takes a while.
+    layers = None if count else keep_full_attention
+    try:
+        source_config = read_source_config(checkpoint.fields)
+        config = tnt_config(source_config, window=window, full_attention_layers=layers, **fields)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.name}: {error}") from error
+    tensors = our_tensors(checkpoint, family_of(source_config.model_type), config)
+    if link == "link" and not is_same_bytes(checkpoint, tensors, cast):
+        reason = "fused tensors" if cast is None else f"dtype={dtype}"
+        raise ValueError(f"link='link': {checkpoint.name} needs shards of its own ({reason})")
+
+    errors = None
+    if probe is not None:
+        from tnt_hf.conversion.sensitivity import choose_full_attention, table
+
+        errors = measure_window_errors(folder, probe, window, progress)
+        if count:
+            layers = choose_full_attention(errors, count)
+            config = tnt_config(source_config, window=window, full_attention_layers=layers, **fields)
+        say(table(errors, layers))
+    _complete(config, checkpoint, source_config, tensors, cast, say)
+
+    memory = list(initial_memory_tensors(config, tensors, STORED[config.dtype], seed))
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    conversion = {
+        "tnt_hf": __version__,
+        "source": public_name(folder, str(source)),
+        "revision": folder.name if folder.parent.name == "snapshots" else None,
+        "model_type": source_config.model_type,
+        "window": window,
+        "full_attention_layers": layers,
+        "window_errors": errors,
+        "plot": errors is not None and find_spec("matplotlib") is not None,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "cast": any(cast not in (None, tensor.dtype) for tensor in tensors.values()),
+        "fused": any(checkpoint.tensors.get(name) is not tensor for name, tensor in tensors.items()),
+        "seed": seed,
+        "fields": fields,
+        "memory_starts_closed": config.memory_gate == "product" or config.memory_gate_init == 0,
+        "parameters": {
+            "base": sum(math.prod(tensor.shape) for name, tensor in tensors.items() if name not in tied),
+            "memory": sum(math.prod(tensor.shape) for tensor in memory),
+        },
+        "asked": {"keep_full_attention": keep_full_attention, "probe": probe_name(probe), "link": link},
+    }
+    with Staging(target, overwrite, say) as staging:
+        writer = Writer(checkpoint, staging.folder, link, check, progress, say)
+        writer.weights(*base_shards(checkpoint, tensors, cast, most), memory)
+        writer.companions()
+        writer.code()
+        writer.config(config)
+        if conversion["plot"]:
+            writer.plot("window_errors.png", errors, layers)
+        writer.text("README.md", model_card(config, conversion, checkpoint, target.name, MANIFEST))
+        write_manifest(staging.folder, writer.entries(), conversion)
+        staging.commit()
+    return target
+
+
+def _check_settings(link, seed, window, keep, probe) -> int:
+    """What can be said about the settings alone. Returns the N of `"auto:N"`, or 0."""
+    if link not in LINKS:
+        raise ValueError(f"link={link!r}: must be one of {', '.join(map(repr, LINKS))}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise ValueError(f"seed={seed!r}: must be an integer from 0 to 2147483647")
+    if window is None and (keep is not None or probe is not None):
+        name, value = ("probe", probe) if keep is None else ("keep_full_attention", keep)
+        raise ValueError(f"{name}={value!r}: needs a window; without one every layer keeps the source's attention")
+    if keep is None or not isinstance(keep, str):
+        return 0
+    match = re.fullmatch(r"auto:([1-9]\d*)", keep)
+    if match is None:
+        raise ValueError(f"keep_full_attention={keep!r}: must be a list of layers or 'auto:N'")
+    if probe is None:
+        raise ValueError(f"keep_full_attention={keep!r}: needs a probe, a text to measure the layers on")
+    return int(match[1])
+
+
+def _check_apart(folder: Path, target: Path) -> None:
+    """Neither folder may hold the other, by any name."""
+    if target == folder or target.exists() and target.samefile(folder):
+        raise ValueError(f"output={str(target)!r}: is the source itself")
+    for inner, outer, what in (
+        (target, folder, "output is inside the source"),
+        (folder, target, "it holds the source"),
+    ):
+        if any(parent.exists() and parent.samefile(outer) for parent in inner.parents if outer.exists()):
+            raise ValueError(f"output={str(target)!r}: {what} {folder}")
+
+
+def stored_dtype(dtype: Any) -> str | None:
+    """A torch dtype or its name as safetensors writes it. Raises ValueError if weights cannot have it."""
+    if dtype is None:
+        return None
+    names = {str(value).removeprefix("torch."): name for name, value in TORCH.items()}
+    if (name := str(dtype).removeprefix("torch.")) not in names:
+        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(names)}")
+    return names[name]
+
+
+def _complete(
+    config: TNTConfig,
+    checkpoint: Source,
+    source_config: PreTrainedConfig,
+    tensors: Mapping[str, StoredTensor],
+    cast: str | None,
+    say: Callable[[str], object],
+) -> None:
+    """What a saved configuration says beyond the architecture, as the library would read it from the source."""
+    embedding = tensors["model.embed_tokens.weight"].dtype
+    config.dtype = TORCH[cast] if cast else source_config.dtype or TORCH[embedding]
+    if config.dtype not in STORED:
+        raise ValueError(f"{checkpoint.name}: dtype={config.dtype}: must be one of {', '.join(map(str, STORED))}")
+    config.architectures = ["TNTForCausalLM"]
+    # Tokenizer files without a class name get it from the model type, which says nothing about ours.
+    named = checkpoint.companions.get("tokenizer_config.json")
+    tokenizer = read_json(named) if named else {}
+    if "auto_map" in tokenizer:
+        say("the tokenizer of the source needs code of its own, which is not copied: load it from the source")
+    if not tokenizer.get("tokenizer_class"):
+        config.tokenizer_class = (
+            checkpoint.fields.get("tokenizer_class") or family_of(source_config.model_type).tokenizer
+        )

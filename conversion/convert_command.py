@@ -1,0 +1,139 @@
+"""Turn a Llama, Mistral, Qwen2, Qwen3 or Phi-3 checkpoint into a TNT hybrid, exact before it is trained."""
+
+import argparse
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from tnt_hf.settings import parse_yaml
+
+
+EPILOG = """\
+Any field of the memory can follow as FIELD=VALUE, with the value in YAML: memory_depth=2 local_chunk_sizes=[8,16].
+A YAML file of --config holds the same fields and the long options by their names (window: 512, keep_full_attention:
+"auto:2"); the command line wins. Shards of the same dtype are hard links where the file system can: no time, no space.
+Copied and rewritten shards are read back for their SHA-256 and searched for nan and infinity; linked ones with
+--check, or later by `tnt verify`.
+"""
+# Options a file may set, besides fields of the memory.
+OPTIONS = (
+    "window", "keep_full_attention", "probe", "memory_layers", "dtype", "link", "overwrite", "seed", "max_shard_size",
+    "check", "revision",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `tnt convert`; nothing heavy is imported."""
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
+    parser.add_argument("source", metavar="SRC", help="Llama, Mistral, Qwen2, Qwen3 or Phi-3: a folder or Hub id")
+    parser.add_argument("output", metavar="OUT", help="the folder to be; appears complete or not at all")
+    parser.add_argument("fields", metavar="FIELD=VALUE", nargs="*", help="any field of the memory")
+    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="options and fields from a file")
+    parser.add_argument("--window", type=int, metavar="W", help="keys a query sees (default: the source's attention)")
+    parser.add_argument(
+        "--keep-full-attention", metavar="LAYERS", help="layers beside the window, 0,7,15, or auto:N with --probe"
+    )
+    parser.add_argument("--probe", metavar="TEXT_OR_FILE", help="measure every layer's window error on it first")
+    parser.add_argument("--memory-layers", metavar="LAYERS", help="layers with a memory, 0,2 (default: all)")
+    parser.add_argument("--dtype", metavar="TYPE", help="bfloat16, float16, float32 (default: the source's)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--link", dest="link", action="store_const", const="link", help="hard links or an error")
+    how.add_argument(
+        "--copy", dest="link", action="store_const", const="copy", help="copies (default: links if possible)"
+    )
+    parser.add_argument("--overwrite", action="store_true", default=None, help="replace OUT if it is a conversion")
+    parser.add_argument("--check", action="store_true", default=None, help="read linked shards too")
+    parser.add_argument("--seed", type=int, metavar="S", help="of what starts at random (default 0)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="of shards written anew (default 5GB)")
+    parser.add_argument("--revision", metavar="R", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    _accept_fields_after_options(parser)
+
+
+def _accept_fields_after_options(parser: argparse.ArgumentParser) -> None:
+    """`nargs="*"` takes what stands before the first option only; the rest comes back as unknown."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args=None, namespace=None):
+        found, rest = parse(args, namespace)
+        fields = [text for text in rest if re.match(r"[A-Za-z_]\w*=", text)]
+        found.fields = [*found.fields, *fields]
+        return found, [text for text in rest if text not in fields]
+
+    parser.parse_known_args = parse_known_args
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and say in a few lines what was done. Raises ValueError or OSError for a mistake in the input."""
+    settings = read_settings(options)
+    from tnt_hf.conversion.convert import convert_checkpoint
+    from tnt_hf.conversion.manifest import read_manifest
+    from tnt_hf.conversion.model_card import attention_summary
+
+    target = convert_checkpoint(
+        options.source,
+        options.output,
+        **settings,
+        progress=not options.quiet,
+        say=lambda line: print(line, flush=True),
+    )
+    from tnt_hf.configuration_tnt import TNTConfig
+
+    manifest = read_manifest(target)
+    found, config = manifest["conversion"], TNTConfig.from_dict(json.loads((target / "config.json").read_text()))
+    how = {entry["how"] for name, entry in manifest["files"].items() if name.startswith("model-base")}
+    parameters = found["parameters"]
+    kind = f"{found['model_type']}, {found['dtype']}; base shards {', '.join(sorted(how))}"
+    print(f"source      {found['source']} ({kind})")
+    print(f"parameters  {parameters['base']:,} base, {parameters['memory']:,} memory")
+    for line in attention_summary(config):
+        print(f"attention   {line}")
+    print(f"result      {target}")
+    print(f"next        tnt verify {shlex.quote(options.source)} {shlex.quote(options.output)}")
+    return 0
+
+
+def read_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """
+    The keyword arguments of `convert_checkpoint` from the file of `--config`, the options and FIELD=VALUE.
+
+    Raises:
+        ValueError: a file that holds no mapping, or something that has not the form FIELD=VALUE or of a list of
+            layers.
+    """
+    settings: dict[str, Any] = {}
+    if options.config is not None:
+        settings = parse_yaml(options.config.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError(f"--config {options.config}: must hold a mapping, not {type(settings).__name__}")
+        for name in settings:
+            check_name(name, f"--config {options.config}")
+    for name in OPTIONS:
+        if (value := getattr(options, name)) is not None:
+            settings[name] = value
+    for name in ("keep_full_attention", "memory_layers"):
+        if isinstance(value := settings.get(name), str) and not value.startswith("auto"):
+            settings[name] = parse_layers(value, name)
+    for text in options.fields:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r} must have the form FIELD=VALUE")
+        check_name(name, text)
+        settings[name] = parse_yaml(value)
+    return settings
+
+
+def check_name(name: Any, where: str) -> None:
+    """Raises ValueError if `name` is no name of a setting that is free to choose."""
+    if not isinstance(name, str) or not name.isidentifier() or name in ("source", "output", "progress", "say"):
+        raise ValueError(f"{where}: {name!r} cannot be set here")
+
+
+def parse_layers(text: str, name: str) -> list[int]:
+    """`"0,7,15"` as a list; an empty text is no layer."""
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--{name.replace('_', '-')} {text}: must be layers such as 0,7,15")
+    return [int(part) for part in parts]

@@ -1,0 +1,276 @@
+"""Source architectures: one row each. Adding a family is adding a row.
+
+A row says which fields the source's configuration has beyond Llama's, how they translate into [`TNTConfig`], and which
+tensors of the source are several of ours in one. Everything else about a family follows from the configuration: the
+base tensors of TNT carry Llama's names.
+
+Axis legend
+    V vocabulary   E hidden_size   F intermediate_size   Q query channels   K key/value channels   D head_dim
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+from transformers.configuration_utils import PreTrainedConfig
+
+from tnt_hf.configuration_tnt import TNTConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """One source architecture.
+
+    Attributes:
+        translate: source config -> the [`TNTConfig`] fields in which it differs from Llama.
+        fused: end of a source tensor's name -> our names for its consecutive row blocks.
+        harmless: fields beyond Llama's that `translate` reads, or that do not change what is computed.
+        tokenizer: slow and fast tokenizer share this name; used where the source's files do not name one.
+    """
+
+    translate: Callable[[PreTrainedConfig], dict[str, Any]]
+    tokenizer: str
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    harmless: frozenset[str] = frozenset()
+
+
+def _llama(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias, "sliding_window": None}
+
+
+def _mistral(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"sliding_window": config.sliding_window}
+
+
+def _qwen2(config: PreTrainedConfig) -> dict[str, Any]:
+    # Qwen2 has biases on q, k and v whatever its configuration says, and none on o.
+    return {"attention_bias": True, "attention_output_bias": False} | _qwen_window(config)
+
+
+def _qwen3(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"attention_bias": config.attention_bias, "qk_norm": True} | _qwen_window(config)
+
+
+def _qwen_window(config: PreTrainedConfig) -> dict[str, Any]:
+    types = list(config.layer_types)
+    if other := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise ValueError(f"layer_types: {other[0]!r} is no attention that TNT has")
+    return {"sliding_window": config.sliding_window, "layer_types": types}
+
+
+def _phi3(config: PreTrainedConfig) -> dict[str, Any]:
+    if (kind := config.rope_parameters["rope_type"]) != "default":
+        raise ValueError(
+            f"rope_parameters.rope_type={kind!r}: generate of Phi3 starts over with other frequencies where a text"
+            " outgrows original_max_position_embeddings, which TNT does not"
+        )
+    return {"sliding_window": config.sliding_window}
+
+
+_QWEN = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+
+FAMILIES = {
+    "llama": Family(_llama, "LlamaTokenizer", harmless=frozenset({"attention_bias", "mlp_bias", "pretraining_tp"})),
+    "mistral": Family(_mistral, "LlamaTokenizer", harmless=frozenset({"sliding_window"})),
+    "qwen2": Family(_qwen2, "Qwen2Tokenizer", harmless=_QWEN),
+    "qwen3": Family(_qwen3, "Qwen2Tokenizer", harmless=_QWEN | {"attention_bias"}),
+    "phi3": Family(
+        _phi3,
+        "LlamaTokenizer",
+        fused={
+            "self_attn.qkv_proj.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+            "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        },
+        # Dropout acts in training only; the length only matters to the RoPE types refused above.
+        harmless=frozenset({"sliding_window", "resid_pdrop", "embd_pdrop", "original_max_position_embeddings"}),
+    ),
+}  # fmt: skip
+
+# Of the same name and meaning in every family and in TNTConfig.
+SAME = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache",
+    "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters", "attention_dropout",
+)  # fmt: skip
+# Sizes that are checked before a configuration is made of them, because that already takes room: an upper bound far
+# beyond any model there is, and far below what exhausts a machine.
+SIZES = {
+    "num_hidden_layers": 10_000, "vocab_size": 2**31, "hidden_size": 2**24, "intermediate_size": 2**28,
+    "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16,
+}  # fmt: skip
+# Describe the file, the training or the tokenizer, not the computation.
+DESCRIPTIVE = frozenset({
+    "head_dim", "dtype", "torch_dtype", "architectures", "model_type", "transformers_version", "auto_map",
+    "return_dict", "output_hidden_states", "output_attentions", "id2label", "label2id", "num_labels", "problem_type",
+    "task_specific_params", "chunk_size_feed_forward", "tokenizer_class", "tie_last_hidden_states", "name_or_path",
+    "attn_implementation", "is_heterogeneous", "rope_theta", "rope_scaling", "unsloth_fixed", "unsloth_version",
+    "model_max_length", "max_sequence_length", "tokenizer_model_max_length",
+})  # fmt: skip
+# Fields of TNTConfig that a conversion may set. The backbone is the source's.
+SETTABLE = frozenset({
+    "allow_memory_gap", "global_chunk_size", "global_read", "local_chunk_sizes", "local_reset_interval",
+    "memory_layers", "omega_window", "qk_projection", "qk_projection_norm",
+})  # fmt: skip
+# The start with the best conversions in our study: a linear memory behind a closed gate.
+DEFAULTS = {
+    "memory_depth": 1, "memory_residual": False, "memory_projections": "own", "memory_feature_map": "identity",
+    "memory_value_norm": True, "memory_gate": "add", "qk_projection": "none", "local_chunk_sizes": [16],
+    "memory_momentum": False, "memory_decay": False, "memory_max_lr": 0.5, "memory_lr_scaling": "train_chunk",
+    "memory_conv_kernel": 0,
+}  # fmt: skip
+DEFAULT_CHUNK = 512  # tokens, where no window suggests a size
+
+
+def family_of(model_type: Any) -> Family:
+    """
+    The row of a `model_type`.
+
+    Raises:
+        ValueError: there is none; lists those there are.
+    """
+    if model_type == "tnt":
+        raise ValueError("model_type='tnt': the source is a TNT model already")
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type={model_type!r}: not supported; supported are {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]
+
+
+def read_source_config(fields: dict[str, Any]) -> PreTrainedConfig:
+    """
+    The configuration of the library's own class for the fields of a `config.json`; no code of the source is run.
+
+    Raises:
+        ValueError: an unsupported architecture, a quantized model, or a value that makes no model. Sizes are checked
+            before anything is built from them.
+    """
+    if (method := fields.get("quantization_config")) is not None:
+        method = method.get("quant_method", method) if isinstance(method, dict) else method
+        raise ValueError(f"quantization_config={method!r}: needs weights that are not quantized")
+    family_of(fields.get("model_type"))
+    for name, most in SIZES.items():
+        value = fields.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
+            raise ValueError(f"{name}={value!r}: must be an integer from 1 to {most}")
+    try:
+        return CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields))
+    except Exception as error:  # strict configurations raise a handful of unrelated types for a bad value
+        raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def tnt_config(
+    source_config: PreTrainedConfig,
+    *,
+    window: int | None = None,
+    full_attention_layers: list[int] | None = None,
+    **fields: Any,
+) -> TNTConfig:
+    """
+    The [`TNTConfig`] whose base computes exactly what the source computes, with a closed memory.
+
+    Args:
+        source_config: of one of [`FAMILIES`].
+        window: keys every query sees (tokens), itself included; `None` keeps the source's attention, windows
+            included. With a window W the result equals the source at every position < W.
+        full_attention_layers: layers that the window does not apply to. They attend to everything.
+        fields: of the memory, such as `memory_layers` or `global_chunk_size`.
+
+    Raises:
+        ValueError: an unsupported `model_type`; a source field that changes the computation in a way TNT cannot
+            follow; an impossible window, layer or field. Names the field and the value.
+    """
+    family = family_of(getattr(source_config, "model_type", None))
+    _refuse_what_is_not_understood(source_config, family)
+    if source_config.rope_parameters is None or "rope_type" not in source_config.rope_parameters:
+        raise ValueError(f"rope_parameters={source_config.rope_parameters!r}: must be one flat dict with a rope_type")
+    base = {name: copy.deepcopy(getattr(source_config, name)) for name in SAME}
+    base["head_dim"] = getattr(source_config, "head_dim", None)
+    base |= {"dtype": source_config.dtype} | family.translate(source_config)
+    base |= _attention(base, window, full_attention_layers)
+    for name in fields:
+        if not (name in SETTABLE or name.startswith("memory_")) or name not in TNTConfig.__dataclass_fields__:
+            what = (
+                "is taken from the source" if name in TNTConfig.__dataclass_fields__ else "TNTConfig has no such field"
+            )
+            raise ValueError(f"{name}={fields[name]!r}: {what}")
+    return TNTConfig(**base, **_memory(base, window, fields))
+
+
+def _refuse_what_is_not_understood(config: PreTrainedConfig, family: Family) -> None:
+    """Every field that differs from its class's default must be one we translate or know to change nothing."""
+    defaults = type(config)().to_dict()
+    known = DESCRIPTIVE | family.harmless | set(SAME)
+    for name, value in config.to_dict().items():
+        if name in known or name.startswith("_") or value is None or value is False or value == defaults.get(name):
+            continue
+        raise ValueError(
+            f"{name}={value!r}: unknown for model_type={config.model_type!r}; what it changes would be lost. If it"
+            " changes nothing, remove it from config.json"
+        )
+
+
+def _attention(base: dict[str, Any], window: int | None, full_layers: list[int] | None) -> dict[str, Any]:
+    """`sliding_window` and `layer_types`: the source's, or narrowed to `window` outside `full_layers`."""
+    count, own = base["num_hidden_layers"], base["sliding_window"]
+    types = base.get("layer_types") or ["full_attention" if own is None else "sliding_attention"] * count
+    if window is None:
+        if full_layers is not None:
+            raise ValueError(f"full_attention_layers={full_layers!r}: needs a window for the other layers")
+        return {"sliding_window": own, "layer_types": types}
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"window={window!r}: must be a positive integer (tokens) or None")
+    keep = [] if full_layers is None else list(full_layers)
+    bad = [i for i in keep if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count]
+    if bad or len(set(keep)) < len(keep):
+        raise ValueError(f"full_attention_layers={full_layers!r}: must be distinct layer indices in [0, {count})")
+    if wider := [i for i, kind in enumerate(types) if kind == "sliding_attention" and i not in keep and window > own]:
+        raise ValueError(f"window={window}: layers {wider} of the source only see {own} tokens")
+    types = ["full_attention" if i in keep else "sliding_attention" for i in range(count)]
+    return {"sliding_window": window if "sliding_attention" in types else None, "layer_types": types}
+
+
+def _memory(base: dict[str, Any], window: int | None, fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the memory: those given, our defaults for the others, and intervals that fit the chunks."""
+    memory = DEFAULTS | fields
+    if "memory_gate_init" not in fields and memory["memory_gate"] in ("add", "mix"):
+        memory["memory_gate_init"] = 0.0
+    size = memory.setdefault("global_chunk_size", window or base["sliding_window"] or DEFAULT_CHUNK)
+    if "local_reset_interval" not in fields:
+        sizes = memory["local_chunk_sizes"]
+        sizes = [sizes] if isinstance(sizes, int) else sizes
+        if all(isinstance(n, int) and n > 0 for n in [size or 1, *sizes]):  # if not, TNTConfig says what is wrong
+            # A reset loses nothing where the global memory has just written, and local chunks end there.
+            memory["local_reset_interval"] = math.lcm(4 * (size or DEFAULT_CHUNK), *sizes)
+    return memory
+
+
+def base_shapes(config: TNTConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a converted model outside its memories; `lm_head.weight` also where tied."""
+    V, E, F, D = config.vocab_size, config.hidden_size, config.intermediate_size, config.head_dim
+    Q, K = config.num_attention_heads * D, config.num_key_value_heads * D
+    output_bias = config.attention_bias if config.attention_output_bias is None else config.attention_output_bias
+    linear = {
+        "self_attn.q_proj": (Q, E, config.attention_bias),
+        "self_attn.k_proj": (K, E, config.attention_bias),
+        "self_attn.v_proj": (K, E, config.attention_bias),
+        "self_attn.o_proj": (E, Q, output_bias),
+        "mlp.gate_proj": (F, E, config.mlp_bias),
+        "mlp.up_proj": (F, E, config.mlp_bias),
+        "mlp.down_proj": (E, F, config.mlp_bias),
+    }
+    yield "model.embed_tokens.weight", (V, E)
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}."
+        for name, (rows, columns, bias) in linear.items():
+            yield f"{layer}{name}.weight", (rows, columns)
+            if bias:
+                yield f"{layer}{name}.bias", (rows,)
+        if config.qk_norm:
+            yield f"{layer}self_attn.q_norm.weight", (D,)
+            yield f"{layer}self_attn.k_norm.weight", (D,)
+        yield f"{layer}input_layernorm.weight", (E,)
+        yield f"{layer}post_attention_layernorm.weight", (E,)
+    yield "model.norm.weight", (E,)
+    yield "lm_head.weight", (V, E)

@@ -1,0 +1,103 @@
+"""The manifest of a converted checkpoint: where it comes from, how it was made, and a digest per file.
+
+`sha256` is the digest taken while converting, when a file's bytes passed through our hands. A linked shard was not
+read: it is the source's own file under a second name. Its entry says so and keeps size and time of last change, and
+the digest if the source knew one (the Hub's cache names its files by it). `add_digests` reads such files once.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tnt_hf.conversion.shards import flush, sha256
+from tnt_hf.conversion.source import read_json
+
+
+MANIFEST = "tnt_manifest.json"
+FORMAT = 1
+
+
+def file_entry(path: Path, how: str, digest: str | None) -> dict[str, Any]:
+    """How one file came here (`"written"`, `"copied"` or `"linked"`), its size (bytes) and what identifies it."""
+    stat = path.stat()
+    entry = {"how": how, "size": stat.st_size, "sha256": digest}
+    return entry | ({"mtime_ns": stat.st_mtime_ns} if digest is None else {})
+
+
+def write_manifest(folder: Path, files: dict[str, dict[str, Any]], conversion: dict[str, Any]) -> None:
+    """Write the manifest of `folder`; an earlier one is replaced as a whole or not at all."""
+    text = json.dumps({"format": FORMAT, "conversion": conversion, "files": dict(sorted(files.items()))}, indent=2)
+    temporary = folder / f".{MANIFEST}.{os.getpid()}"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+    flush(temporary)
+    os.replace(temporary, folder / MANIFEST)
+
+
+def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
+    """
+    The manifest of a folder.
+
+    Raises:
+        FileNotFoundError: there is none. ValueError: it is damaged.
+    """
+    path = Path(folder) / MANIFEST
+    manifest = read_json(path)
+    files = manifest.get("files")
+    if (
+        manifest.get("format") != FORMAT
+        or not isinstance(files, dict)
+        or not isinstance(manifest.get("conversion"), dict)
+    ):
+        raise ValueError(f"{path}: is no manifest of format {FORMAT}")
+    for name, entry in files.items():
+        parts = Path(name).parts
+        if (
+            Path(name).is_absolute()
+            or ".." in parts
+            or not parts
+            or not isinstance(entry, dict)
+            or "size" not in entry
+        ):
+            raise ValueError(f"{path}: the entry of {name!r} is damaged")
+    return manifest
+
+
+def check_manifest(folder: str | os.PathLike) -> list[str]:
+    """
+    What differs from the manifest, one sentence each; an empty list is a folder as it was converted. Reads every
+    file that has a digest. Raises nothing about the folder's content: a missing or damaged manifest is a finding.
+    """
+    folder = Path(folder)
+    try:
+        files = read_manifest(folder)["files"]
+    except (OSError, ValueError) as error:
+        return [f"{MANIFEST}: {error}"]
+    problems = []
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name}: missing")
+        elif (size := path.stat().st_size) != entry["size"]:
+            problems.append(f"{name}: {size} bytes, {entry['size']} when converted")
+        elif entry.get("sha256") is None:
+            if path.stat().st_mtime_ns != entry.get("mtime_ns"):
+                problems.append(f"{name}: changed after the conversion, which linked it without reading it")
+        elif sha256(path) != entry["sha256"]:
+            problems.append(f"{name}: its SHA-256 differs from the one taken when it was converted")
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    ignored = {MANIFEST, *(name for name in found if name.startswith("."))}
+    return problems + [f"{name}: not in the manifest" for name in sorted(found - set(files) - ignored)]
+
+
+def add_digests(folder: str | os.PathLike) -> list[str]:
+    """Read the files that were linked unread, note their SHA-256 in the manifest, and return their names."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    unread = [name for name, entry in manifest["files"].items() if entry.get("sha256") is None]
+    for name in unread:
+        manifest["files"][name] = file_entry(folder / name, manifest["files"][name]["how"], sha256(folder / name))
+    if unread:
+        write_manifest(folder, manifest["files"], manifest["conversion"])
+    return unread

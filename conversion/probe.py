@@ -1,0 +1,60 @@
+"""Which layers a window would hurt: the source measured on a text, before it is converted."""
+
+import os
+from pathlib import Path
+
+
+MAX_TOKENS = 16_384
+
+
+def measure_window_errors(folder: Path, probe: str | os.PathLike, window: int, progress: bool = True) -> list[float]:
+    """
+    The window error of every layer of the source (see `sensitivity.window_errors`), which is loaded and freed.
+
+    Args:
+        folder: of the source.
+        probe: a text, or the path of a text file; its first 16384 tokens are used.
+        window: in tokens.
+
+    Raises:
+        ValueError: the source has no tokenizer, or the text is not longer than the window.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tnt_hf.conversion.sensitivity import print_progress, window_errors
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"probe: {folder} has no tokenizer to read a text with ({reason})") from error
+    ids = tokenizer(read_text(probe), return_tensors="pt", verbose=False)["input_ids"][:, :MAX_TOKENS]
+    if ids.shape[1] <= window:
+        raise ValueError(f"probe: the text has {ids.shape[1]} tokens, which must be more than window={window}")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
+    with torch.inference_mode():
+        return window_errors(model.eval(), ids, window, print_progress if progress else None)
+
+
+def read_text(probe: str | os.PathLike) -> str:
+    """The content of the file `probe`, or `probe` itself if there is no file of that name."""
+    if _is_file(probe):
+        return Path(probe).read_text(encoding="utf-8")
+    if isinstance(probe, os.PathLike):
+        raise FileNotFoundError(f"probe={str(probe)!r}: no such file")
+    return probe
+
+
+def probe_name(probe: str | os.PathLike | None) -> str | None:
+    """A probe in a few words: the name of its file, or the text's beginning."""
+    if probe is None:
+        return None
+    return Path(probe).name if _is_file(probe) else probe if len(probe) <= 60 else f"{probe[:60]}..."
+
+
+def _is_file(probe: str | os.PathLike) -> bool:
+    try:
+        return Path(probe).is_file()
+    except (OSError, ValueError):  # too long, or with characters no file name has: a text
+        return False

@@ -1,0 +1,276 @@
+"""Injected models from what `save_pretrained` wrote: a whole model, or an adapter beside its base.
+
+Both kinds of folder hold the settings of the injection, as `tnt_injection` in `config.json` and in
+`adapter_config.json`, so the memory is put back before its tensors are read. Every tensor of the memory must be there,
+with the right shape: nothing is left at its start silently.
+"""
+
+import os
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
+
+from .inject import inject, unload
+from .injected_attention import PREFIX, is_injected
+from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
+from .source import HUB_ID, locate, read_header, read_json, read_source
+
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def load_injected(
+    base: nn.Module | str | os.PathLike | None,
+    adapter: str | os.PathLike | None = None,
+    *,
+    injection: LiZAConfig | TNTInjectionConfig | None = None,
+    adapter_name: str = "default",
+    is_trainable: bool = False,
+    revision: str | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """
+    The model that `save_pretrained` saved: its logits are equal, bit for bit.
+
+    `load_injected(folder)` takes either kind of folder: an adapter (its base is the one named in it), or a whole
+    injected model. `load_injected(base, adapter)` puts an adapter on a base of your own.
+
+    `AutoModelForCausalLM` and `PeftModel.from_pretrained` alone do not know of the memory: use this function.
+
+    Args:
+        base: a model (changed in place), a folder or a Hub id; `None`: the adapter's `base_model_name_or_path`. A
+            `PeftModel` gets one more adapter, inactive, as with peft's `load_adapter`.
+        adapter: folder or Hub id of an adapter; a Trainer checkpoint is one.
+        injection: for an adapter that holds no settings because it was saved without [`lora_config`].
+        adapter_name: its name in the `PeftModel`.
+        is_trainable: to go on training; otherwise everything is frozen and in eval mode, as in peft.
+        revision: of the Hub repository with the adapter or the whole model.
+        kwargs: for `AutoModelForCausalLM.from_pretrained`, such as `dtype` and `attn_implementation`.
+
+    Returns:
+        A `PeftModel` for an adapter, a model of its own class otherwise.
+
+    Raises:
+        ValueError: a missing, foreign or damaged folder; a base of other shapes or with another injection. A model
+            that was given is unchanged then.
+        OSError: a file cannot be read.
+    """
+    if adapter is None:
+        if not isinstance(base, (str, os.PathLike)):
+            raise ValueError(f"adapter=None: needs a folder or Hub id as base, not {type(base).__name__}.")
+        folder = _locate(base, revision)
+        if not (folder / ADAPTER_CONFIG).is_file():
+            return _load_whole(folder, str(base), injection, kwargs)
+        base, adapter = None, base
+    config, settings, folder = _read_adapter(adapter, revision)
+    if injection is not None:
+        _compare(settings or injection.to_dict(), injection.to_dict(), str(adapter), "injection")
+        settings = injection.to_dict()
+    if base is None or isinstance(base, (str, os.PathLike)):
+        model = _load_base(base, config, str(adapter), kwargs)
+    elif kwargs:
+        raise ValueError(f"{', '.join(kwargs)}: only for a base that is loaded here, not a {type(base).__name__}.")
+    else:
+        model = base
+    return _attach(model, config, settings, folder, adapter_name, is_trainable)
+
+
+# -------------------------------------------------------------------------------------------------------- whole models
+
+
+def _load_whole(
+    folder: Path, name: str, injection: LiZAConfig | TNTInjectionConfig | None, kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    """An injected model with its memory. The base is read by the library, the memory's tensors here."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name}: holds neither {ADAPTER_CONFIG} nor config.json.")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=kwargs.get("trust_remote_code"))
+    settings = getattr(config, "tnt_injection", None)
+    if settings is None:
+        hint = "; a TNT model is loaded with AutoModelForCausalLM" if config.model_type == "tnt" else ""
+        raise ValueError(f"{name}: config.json has no tnt_injection, so there is no memory to load{hint}.")
+    if injection is not None:
+        _compare(settings, injection.to_dict(), name, "injection")
+    stored = {x.name: x for x in read_source(folder).tensors.values() if ".memory." in x.name}
+    saved_with = (config._attn_implementation or PREFIX + "sdpa").removeprefix(PREFIX)
+    implementation = kwargs.pop("attn_implementation", None) or saved_with
+    del config.tnt_injection
+    if hasattr(config, "attn_implementation"):
+        del config.attn_implementation
+    with _quiet():  # the memory is no surprise, and everything else that is wrong is an error below
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, attn_implementation=implementation, output_loading_info=True, **kwargs
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{name}: tensor {missing[0]!r} is missing.")
+    inject(model, injection_from_dict(settings))
+    own = {key: tensor for key, tensor in model.state_dict().items() if key.startswith(_memory_names(model))}
+    strange = sorted(set(found["unexpected_keys"]) - set(own))
+    _check_tensors({key: tuple(x.shape) for key, x in own.items()}, stored, strange, name)
+    for path in {x.path for x in stored.values()}:
+        with safe_open(path, "pt") as file, torch.no_grad():
+            for key in own:
+                if stored[key].path == path:
+                    own[key].copy_(file.get_tensor(key))
+    model.name_or_path = name
+    return model
+
+
+def _memory_names(model: nn.Module) -> tuple[str, ...]:
+    return tuple(f"{name}.memory." for name, module in model.named_modules() if is_injected(module))
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+def _read_adapter(adapter: str | os.PathLike, revision: str | None) -> tuple[Any, dict[str, Any] | None, Path]:
+    """The adapter's config, the settings of its injection (`None`: it names none) and its folder."""
+    from peft import LoraConfig
+
+    from .adapters import InjectedLoraConfig
+
+    folder = _locate(adapter, revision)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"adapter={str(adapter)!r}: has no {ADAPTER_CONFIG}.")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"adapter={str(adapter)!r}: has no {ADAPTER_WEIGHTS}, the only format that is read.")
+    values = read_json(folder / ADAPTER_CONFIG)
+    settings = values.pop("tnt_injection", None)
+    if (kind := values.get("peft_type")) != "LORA":
+        raise ValueError(f"adapter={str(adapter)!r}: peft_type={kind!r} is not 'LORA'.")
+    plain = LoraConfig.from_peft_type(**values)
+    if settings is None:
+        return plain, None, folder
+    settings = injection_from_dict(settings).to_dict()
+    values = {x.name: getattr(plain, x.name) for x in fields(plain) if x.init}
+    return InjectedLoraConfig(**values, tnt_injection=settings), settings, folder
+
+
+def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs: dict[str, Any]) -> PreTrainedModel:
+    """The model an adapter belongs to."""
+    name = config.base_model_name_or_path if base is None else str(base)
+    if not name:
+        raise ValueError(f"base=None: adapter {adapter!r} does not name its base model; pass it.")
+    revision = config.revision if base is None else kwargs.pop("revision", None)
+    try:
+        found = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"base={name!r}: the base model of adapter {adapter!r} cannot be loaded: {error}") from error
+    if hasattr(found, "tnt_injection"):
+        return _load_whole(_locate(name, revision), name, None, kwargs)
+    return AutoModelForCausalLM.from_pretrained(name, revision=revision, **kwargs)
+
+
+def _attach(
+    model: nn.Module, config: Any, settings: dict[str, Any] | None, folder: Path, name: str, is_trainable: bool
+) -> nn.Module:
+    """Inject where that is still to be done, add the adapter, and read its tensors; or leave everything as it was."""
+    from peft import PeftModel, PeftModelForCausalLM
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    wrapped = isinstance(model, PeftModel)
+    host = model.get_base_model() if wrapped else model
+    if wrapped and name in model.peft_config:
+        raise ValueError(f"adapter_name={name!r}: the PeftModel has an adapter of that name.")
+    if not any(check_target_module_exists(config, key) for key, _ in host.named_modules()):
+        raise ValueError(f"adapter={str(folder)!r}: its target_modules are not in {type(host).__name__}.")
+    live = getattr(getattr(host, "config", None), "tnt_injection", None)
+    if settings is None and getattr(getattr(host, "config", None), "model_type", None) != "tnt":
+        raise ValueError(
+            f"adapter={str(folder)!r}: names no injection (it was not made by lora_config), so the memory it was"
+            " trained with is not known; pass injection=, or use peft for an adapter without memory."
+        )
+    if live is not None:
+        _compare(settings, live, "the base model", "tnt_injection")
+    ours = live is None and settings is not None
+    if ours:
+        inject(host, injection_from_dict(settings))
+    config.host = host.config
+    config.inference_mode = not is_trainable
+    result = None
+    try:
+        if wrapped:
+            model.add_adapter(name, config)
+            result = model
+        else:
+            cls = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
+            result = cls(host, config, name)
+        _check_adapter(result, name, folder)
+        result.load_adapter(str(folder), name, is_trainable=is_trainable, torch_device="cpu")
+    except Exception:
+        if wrapped and name in model.peft_config:
+            model.delete_adapter(name)
+        elif result is not None:
+            result.unload()
+        if ours:
+            host.__dict__.pop("peft_config", None)
+            unload(host)
+        raise
+    return result
+
+
+def _check_adapter(model: nn.Module, name: str, folder: Path) -> None:
+    """Whether the adapter's file holds exactly the tensors of adapter `name` (embeddings saved with it may come)."""
+    from peft import get_peft_model_state_dict
+
+    own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    stored = {x.name: x for x in read_header(folder / ADAPTER_WEIGHTS)}
+    everything = model.state_dict()
+    strange = [x for x in stored if x not in own and x not in everything]
+    shapes = {key: tuple(x.shape) for key, x in own.items()}
+    shapes |= {key: tuple(everything[key].shape) for key in stored if key not in own and key in everything}
+    _check_tensors(shapes, stored, strange, str(folder))
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_tensors(own: dict[str, tuple[int, ...]], stored: dict[str, Any], strange: list[str], name: str) -> None:
+    if strange := strange or sorted(set(stored) - set(own)):
+        raise ValueError(f"{name}: tensor {strange[0]!r} belongs to another model or injection.")
+    for key, shape in own.items():
+        if key not in stored:
+            raise ValueError(f"{name}: tensor {key!r} is missing; it was saved from another model or injection.")
+        if stored[key].shape != shape:
+            raise ValueError(f"{name}: tensor {key!r} has shape {stored[key].shape}, the model needs {shape}.")
+
+
+def _compare(saved: dict[str, Any] | None, other: dict[str, Any], name: str, field: str) -> None:
+    saved = saved or {}
+    if different := [key for key in {**saved, **other} if saved.get(key) != other.get(key)]:
+        key = different[0]
+        raise ValueError(
+            f"{field}: {key}={other.get(key)!r} of {name} is not the {key}={saved.get(key)!r} that was saved."
+        )
+
+
+def _locate(name: str | os.PathLike, revision: str | None) -> Path:
+    """The folder of a model or adapter; a Hub id is downloaded, in safetensors."""
+    path = Path(name)
+    if not path.is_dir() and (path.exists() or not HUB_ID.fullmatch(str(name))):
+        raise ValueError(f"{str(name)!r}: is neither a folder nor a Hub id.")
+    folder = locate(name, None if path.is_dir() else revision)
+    if not path.is_dir() and (folder / ADAPTER_CONFIG).is_file():
+        from huggingface_hub import hf_hub_download
+
+        hf_hub_download(str(name), ADAPTER_WEIGHTS, revision=folder.name)
+    return folder
+
+
+@contextmanager
+def _quiet():
+    """Without the library's report on keys of a checkpoint."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,203 @@
+"""Writing shards as a stream: link, byte copy, or tensor by tensor with a cast, a fraction of a MiB at a time.
+
+A safetensors file is a header that says where everything will be, then the bytes. All shapes are known beforehand, so
+the header is written first and no shard, and no tensor, is ever in memory as a whole.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from tnt_hf.conversion.source import ITEMSIZE, StoredTensor
+
+
+TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED = {dtype: name for name, dtype in TORCH.items()}
+# Numbers as little-endian bits, and the bits of their exponents.
+EXPONENT = {
+    "F64": ("<u8", 0x7FF0 << 48),
+    "F32": ("<u4", 0x7F80 << 16),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+CHUNK = 2**18  # bytes read at a time; a multiple of every item size
+SERIAL = 32_000  # elements; torch starts threads, which take memory each, for 32768 and more
+COPY = 64 * 2**20  # bytes the kernel copies between two steps of the progress bar
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor to write: stored bytes, cast where `dtype` differs, or a function that makes it when its turn comes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    origin: StoredTensor | Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return StoredTensor(self.name, self.dtype, self.shape, Path(), 0).nbytes
+
+
+def split_by_size(tensors: Iterable[NewTensor], most: int) -> list[list[NewTensor]]:
+    """Consecutive groups of at most `most` bytes; a larger tensor gets a group of its own."""
+    groups: list[list[NewTensor]] = [[]]
+    total = 0
+    for tensor in tensors:
+        if groups[-1] and total + tensor.nbytes > most:
+            groups.append([])
+            total = 0
+        groups[-1].append(tensor)
+        total += tensor.nbytes
+    return groups
+
+
+def write_shard(path: Path, tensors: list[NewTensor], advance: Callable[[int], object]) -> None:
+    """A new safetensors file. `advance` is told the bytes written."""
+    # Wide items first, as the library has it: then every tensor starts at a multiple of its item size.
+    tensors = sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype])
+    header, place = {"__metadata__": {"format": "pt"}}, 0
+    for tensor in tensors:
+        end = place + tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb", buffering=0) as file:
+        _write_all(file, len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            origin = tensor.origin
+            if not isinstance(origin, StoredTensor):
+                _write_all(file, to_bytes(origin(), tensor))
+                advance(tensor.nbytes)
+            elif origin.dtype == tensor.dtype:
+                with origin.path.open("rb", buffering=0) as old:
+                    copy_range(old, file, origin.start, origin.nbytes, advance)
+            else:
+                for block in blocks(origin, bytearray(min(CHUNK, origin.nbytes))):
+                    _write_all(file, converted := cast(block, origin.dtype, tensor.dtype))
+                    advance(len(converted))
+
+
+def _write_all(file, content) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[file.write(view) :]
+
+
+def cast(block: memoryview, old: str, new: str) -> bytearray:
+    """The bytes of one dtype as those of another."""
+    result = bytearray(len(block) // ITEMSIZE[old] * ITEMSIZE[new])
+    pieces = (torch.frombuffer(x, dtype=TORCH[name]).split(SERIAL) for x, name in ((result, new), (block, old)))
+    for target, source in zip(*pieces):
+        target.copy_(source)
+    return result
+
+
+def to_bytes(value: Tensor, tensor: NewTensor) -> bytearray:
+    """The bytes of a tensor of our own making. Raises ValueError if it is not what was announced."""
+    if tuple(value.shape) != tensor.shape:
+        raise ValueError(f"{tensor.name}: has shape {list(value.shape)}, announced was {list(tensor.shape)}")
+    result = bytearray(tensor.nbytes)
+    torch.frombuffer(result, dtype=TORCH[tensor.dtype]).copy_(value.detach().reshape(-1))
+    return result
+
+
+def blocks(tensor: StoredTensor, buffer: bytearray) -> Iterable[memoryview]:
+    """The bytes of a stored tensor in pieces of at most the buffer's size, which is used for all of them."""
+    view, left = memoryview(buffer), tensor.nbytes
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(tensor.start)
+        while left:
+            piece = view[: min(left, len(view) - len(view) % 8)]
+            if _fill(file, piece) < len(piece):
+                raise ValueError(f"{tensor.path}: ends inside tensor {tensor.name!r}")
+            yield piece
+            left -= len(piece)
+
+
+def _fill(file, piece: memoryview) -> int:
+    done = 0
+    while done < len(piece) and (count := file.readinto(piece[done:])):
+        done += count
+    return done
+
+
+def copy_file(source: Path, target: Path, advance: Callable[[int], object]) -> None:
+    """All bytes of a file into a new one."""
+    with source.open("rb", buffering=0) as old, target.open("xb", buffering=0) as new:
+        copy_range(old, new, 0, os.fstat(old.fileno()).st_size, advance)
+
+
+def copy_range(old, new, start: int, count: int, advance: Callable[[int], object]) -> None:
+    """Append `count` bytes from `start` on of the file `old` to `new`, inside the kernel where it offers that."""
+    in_kernel, left = hasattr(os, "copy_file_range"), count
+    while left:
+        try:
+            if in_kernel:
+                done = os.copy_file_range(old.fileno(), new.fileno(), min(left, COPY), start + count - left)
+            else:
+                old.seek(start + count - left)
+                _write_all(new, block := old.read(min(left, CHUNK)))
+                done = len(block)
+        except OSError:
+            if not in_kernel or left < count:
+                raise
+            in_kernel = False  # two file systems that cannot do it; a disk that is full fails below as well
+            continue
+        if not done:
+            raise ValueError(f"{old.name}: ends {left} bytes too early")
+        left -= done
+        advance(done)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def inspect(path: Path, tensors: list[StoredTensor], where: str) -> str:
+    """
+    Read a safetensors file once: its SHA-256, and whether all its numbers are finite.
+
+    Args:
+        tensors: of this file, all of them, in the order of their bytes.
+        where: what an error calls the file.
+
+    Raises:
+        ValueError: a tensor holds nan or infinity.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(tensors[0].start if tensors else -1))
+    buffer = bytearray(CHUNK)
+    for tensor in tensors:
+        for block in blocks(tensor, buffer):
+            digest.update(block)
+            if not is_finite(block, tensor.dtype):
+                raise ValueError(f"{where}: tensor {tensor.name!r} holds nan or infinity ({tensor.dtype})")
+    return digest.hexdigest()
+
+
+def is_finite(block: memoryview, dtype: str) -> bool:
+    """Whether the stored numbers hold no nan and no infinity: exactly those have an exponent of ones only."""
+    kind, exponent = EXPONENT[dtype]
+    bits = numpy.frombuffer(block, kind)
+    return bool(numpy.max(bits & bits.dtype.type(exponent), initial=0) < exponent)

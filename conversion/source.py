@@ -1,0 +1,262 @@
+"""Reading a checkpoint without believing it: folder or Hub id, index, safetensors headers.
+
+Nothing here reads tensor data. A header says where every tensor lies; whoever needs the bytes streams them
+(conversion/shards.py).
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# Every dtype of the format, to tell "not a number we convert" from "not a safetensors file".
+OTHER_DTYPES = set("BOOL U8 I8 U16 I16 U32 I32 U64 I64 F8_E4M3 F8_E5M2 F8_E8M0 F6_E2M3 F6_E3M2 F4 C64".split())
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER = 100_000_000  # bytes, the limit of the format
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+# What a model folder holds besides its weights that a converted one needs too. Code is never taken along.
+COMPANIONS = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json",
+    "vocab.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+TEXTS = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)[\w.-]*", re.IGNORECASE)
+TEMPLATES = "additional_chat_templates"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `nbytes` bytes from `start` of `path`, row-major."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def rows(self, first: int, count: int) -> "StoredTensor":
+        """`count` rows from `first` on, which are consecutive bytes."""
+        row = self.nbytes // self.shape[0]
+        return StoredTensor(self.name, self.dtype, (count, *self.shape[1:]), self.path, self.start + first * row)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint whose files fit together.
+
+    Attributes:
+        folder: resolved. name: what the user called it. fields: of `config.json`.
+        shards: file name -> resolved path, in the order of the names. tensors: name -> [`StoredTensor`].
+        companions: path relative to the folder -> resolved path, of tokenizer, generation config and licence files.
+    """
+
+    folder: Path
+    name: str
+    fields: dict[str, Any]
+    shards: dict[str, Path]
+    tensors: dict[str, StoredTensor]
+    companions: dict[str, Path]
+
+
+def locate(source: str | os.PathLike, revision: str | None = None) -> Path:
+    """
+    The resolved folder of a checkpoint; a Hub id is downloaded into the Hub's cache: weights in safetensors, JSON and
+    tokenizer files, never code.
+
+    Raises:
+        FileNotFoundError: neither a folder nor the form of a Hub id.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision={revision!r}: {source} is a local folder")
+        return folder.resolve()
+    if folder.exists():
+        raise NotADirectoryError(f"source={str(source)!r}: is a file, not a checkpoint folder")
+    if not HUB_ID.fullmatch(str(source)):
+        raise FileNotFoundError(f"source={str(source)!r}: no such folder, and a Hub id has the form owner/name")
+    from huggingface_hub import snapshot_download
+
+    small = [*COMPANIONS, "config.json", "adapter_config.json", INDEX, "README.md", "LICEN*", "NOTICE*", "USE_POLICY*"]
+    folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=[*small, f"{TEMPLATES}/*.jinja"]))
+    index = folder / INDEX
+    # A repository may hold the weights twice, in other layouts; only what the index names is fetched.
+    names = {SINGLE, *(read_index(index).values() if index.exists() else ())}
+    snapshot_download(str(source), revision=folder.name, allow_patterns=sorted(names))
+    return folder.resolve()
+
+
+def read_source(folder: Path, name: str | None = None) -> Source:
+    """
+    Check a checkpoint folder and describe it.
+
+    Raises:
+        ValueError: no usable `config.json`, an adapter, weights in pickles only, an index or a shard that is damaged,
+            tensors the index and the shards do not agree about, a file outside the folder.
+        OSError: a file is missing or cannot be read.
+    """
+    config = folder / "config.json"
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder}: holds an adapter (adapter_config.json); merge it into its base model first")
+    if not config.exists():
+        raise FileNotFoundError(f"{folder}: has no config.json")
+    fields = read_json(inside(folder, "config.json"))
+    shards = _shards(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for path in shards.values():
+        for tensor in read_header(path):
+            if tensor.name in tensors:
+                raise ValueError(f"{path}: tensor {tensor.name!r} is in {tensors[tensor.name].path.name} as well")
+            tensors[tensor.name] = tensor
+    if SINGLE not in shards:
+        _compare_with_index(folder, shards, tensors)
+    return Source(folder, name or str(folder), fields, shards, tensors, _companions(folder))
+
+
+def inside(folder: Path, name: str) -> Path:
+    """
+    The resolved path of the regular file `name` of a folder. A link may lead out of it only as the Hub's cache has it:
+    from `snapshots/<commit>/` to `blobs/` of the same repository.
+
+    Raises:
+        ValueError: `name` is no plain name, or leads elsewhere. FileNotFoundError: there is no such file.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\x00]", name):
+        raise ValueError(f"{folder / INDEX}: {name!r} is no plain file name; a checkpoint stays inside its folder")
+    path = folder / name
+    real = path.resolve()
+    allowed = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        allowed.append(folder.resolve().parent.parent / "blobs")
+    if real.parent not in allowed:
+        raise ValueError(f"{path}: leads to {real}, outside the checkpoint's folder")
+    if not real.exists():
+        raise FileNotFoundError(f"{path}: missing")
+    if not real.is_file():
+        raise ValueError(f"{path}: is no regular file")
+    return real
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError naming the file if it holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is no valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """`weight_map` of an index: tensor name -> file name. Raises ValueError if it is not one."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path}: has no weight_map")
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise ValueError(f"{path}: weight_map[{tensor!r}]={shard!r} is no file name")
+    return weight_map
+
+
+def _shards(folder: Path) -> dict[str, Path]:
+    """File name -> resolved path; the single file wins over an index, as in the library."""
+    if os.path.lexists(folder / SINGLE):
+        return {SINGLE: inside(folder, SINGLE)}
+    if os.path.lexists(folder / INDEX):
+        names = sorted(set(read_index(inside(folder, INDEX)).values()))
+        return {name: inside(folder, name) for name in names}
+    found = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    if found:
+        raise ValueError(
+            f"{folder}: no {SINGLE}, only {found[0]}. Pickles can run code and are not read: save the model once with"
+            " save_pretrained, which writes safetensors"
+        )
+    raise FileNotFoundError(f"{folder}: has no {SINGLE} and no {INDEX}")
+
+
+def _compare_with_index(folder: Path, shards: Iterable[str], tensors: dict[str, StoredTensor]) -> None:
+    index = read_index(inside(folder, INDEX))
+    for name, shard in index.items():
+        if name not in tensors:
+            raise ValueError(f"{folder / shard}: tensor {name!r} of {INDEX} is missing")
+        if tensors[name].path != inside(folder, shard):
+            raise ValueError(f"{folder / INDEX}: tensor {name!r} is in {tensors[name].path.name}, not in {shard}")
+    if extra := sorted(tensors.keys() - index.keys()):
+        raise ValueError(f"{tensors[extra[0]].path}: tensor {extra[0]!r} is not in {INDEX}")
+
+
+def _companions(folder: Path) -> dict[str, Path]:
+    found = [path.name for path in folder.iterdir() if path.name in COMPANIONS or TEXTS.fullmatch(path.name)]
+    companions = {name: inside(folder, name) for name in sorted(found)}
+    templates = folder / TEMPLATES
+    if templates.is_dir():
+        root = folder.resolve().parent.parent / "blobs" if folder.parent.name == "snapshots" else templates.resolve()
+        for path in sorted(templates.glob("*.jinja")):
+            if path.resolve().parent not in (root, templates.resolve()):
+                raise ValueError(f"{path}: leads to {path.resolve()}, outside the checkpoint's folder")
+            companions[f"{TEMPLATES}/{path.name}"] = path.resolve()
+    return companions
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """
+    The tensors of a safetensors file in the order of their bytes.
+
+    Raises:
+        ValueError: the file is truncated or damaged, or its tensors overlap, leave gaps or are of an integer or
+            8-bit type.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise ValueError(f"{path}: is truncated or no safetensors file ({size} bytes, a header of {length})")
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_without_repetition)
+    except ValueError as error:
+        raise ValueError(f"{path}: its header is damaged ({error})") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: its header is no JSON object")
+    header.pop("__metadata__", None)
+    tensors, spans = [], []
+    for name, entry in header.items():
+        try:
+            dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"{path}: the header of tensor {name!r} is damaged") from error
+        if not whole:
+            raise ValueError(f"{path}: the header of tensor {name!r} is damaged")
+        if dtype in OTHER_DTYPES:
+            raise ValueError(f"{path}: tensor {name!r} has dtype {dtype}; supported are {', '.join(ITEMSIZE)}")
+        if dtype not in ITEMSIZE or math.prod(shape) * ITEMSIZE[dtype] != end - start:
+            raise ValueError(f"{path}: tensor {name!r} has {end - start} bytes, not {dtype} {list(shape)}")
+        tensors.append(StoredTensor(name, dtype, shape, path, 8 + length + start))
+        spans.append((8 + length + start, 8 + length + end))
+    place = 8 + length
+    for start, end in sorted(spans):
+        if start != place:
+            raise ValueError(f"{path}: its tensors overlap or leave a gap at byte {min(start, place)}")
+        place = end
+    if place != size:
+        raise ValueError(f"{path}: is truncated or damaged: {size} bytes, its header describes {place}")
+    return sorted(tensors, key=lambda tensor: tensor.start)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("a name appears twice")
+    return found

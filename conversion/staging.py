@@ -1,0 +1,140 @@
+"""All or nothing: a folder is built under another name and appears under its own when it is complete.
+
+The work lies in `.<name>.tnt-partial-<random>/` beside the target, so that renaming is atomic. Its `owner.lock` is
+locked for as long as its process lives, however that ends: what carries no lock any more is left over, and the next
+run for the same target removes it. `model/` in it is the folder to be, `old/` the one being replaced.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tnt_hf.conversion.manifest import MANIFEST
+from tnt_hf.conversion.shards import flush
+
+
+LOCK = "owner.lock"
+_EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
+
+
+class Staging:
+    """
+    A context in which `folder` is filled; `commit` makes it `target`. Left without a commit, nothing remains.
+
+    Args:
+        target: resolved path of the folder to be.
+        overwrite: replace `target` if it is a converted checkpoint (has a manifest).
+        say: told about leftovers of earlier runs.
+
+    Raises:
+        FileExistsError: `target` exists and may not be replaced.
+    """
+
+    def __init__(self, target: Path, overwrite: bool, say: Callable[[str], object]):
+        self.target, self.overwrite, self.say = target, overwrite, say
+
+    def __enter__(self) -> "Staging":
+        clean_up(self.target, self.say)
+        check_target(self.target, self.overwrite)
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        while not self._own_a_root():
+            pass
+        self.folder = self.root / "model"
+        self.folder.mkdir()
+        return self
+
+    def _own_a_root(self) -> bool:
+        """A new folder with a lock that we hold; `False` if another run cleaned it up in between."""
+        self.root = Path(tempfile.mkdtemp(prefix=_prefix(self.target), dir=self.target.parent))
+        try:
+            self.lock = (self.root / LOCK).open("x")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.root / LOCK))
+        except (FileNotFoundError, BlockingIOError):
+            return False
+
+    def __exit__(self, *exc_info) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.lock.close()
+
+    def commit(self) -> None:
+        """Make the folder the target. Whenever the process dies, the target is the old folder or the new one."""
+        for folder in (*(path for path in self.folder.rglob("*") if path.is_dir()), self.folder, self.root):
+            flush(folder)
+        check_target(self.target, self.overwrite)
+        if self.target.is_dir() and any(self.target.iterdir()):
+            if not _exchange(self.folder, self.target):
+                # Two steps: between them the old folder is in `old/`, from where the next run brings it back.
+                os.rename(self.target, self.root / "old")
+                os.rename(self.folder, self.target)
+        else:
+            os.rename(self.folder, self.target)
+        flush(self.target.parent)
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    """
+    Whether a folder may appear at `target`.
+
+    Raises:
+        FileExistsError: something is there: a file, or a folder with content that is no converted checkpoint or that
+            `overwrite` does not cover.
+    """
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise FileExistsError(errno.EEXIST, "exists and is no folder", str(target))
+    if not any(target.iterdir()):
+        return
+    if not (target / MANIFEST).is_file():
+        raise FileExistsError(
+            errno.EEXIST, f"holds files but no {MANIFEST}: not a conversion, never overwritten", str(target)
+        )
+    if not overwrite:
+        raise FileExistsError(errno.EEXIST, "exists; overwrite=True (--overwrite) replaces it", str(target))
+
+
+def clean_up(target: Path, say: Callable[[str], object]) -> None:
+    """Remove what runs for `target` left behind that were killed, and undo a replacement that one of them began."""
+    if not target.parent.is_dir():
+        return
+    for root in sorted(target.parent.glob(f"{_escape(_prefix(target))}*")):
+        if not (root / LOCK).is_file():
+            if not any(root.iterdir()):
+                root.rmdir()  # killed before it held anything
+            continue
+        with (root / LOCK).open("r+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # its process lives
+            if (root / "old").is_dir() and not target.exists():
+                os.rename(root / "old", target)
+                say(f"brought back {target}, which an interrupted run was replacing")
+            shutil.rmtree(root)
+            say(f"removed {root.name}, left over from an interrupted run")
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.tnt-partial-"
+
+
+def _escape(text: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two folders in one step, where the system can; whether it did."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_HERE, os.fsencode(first), _HERE, os.fsencode(second), ctypes.c_uint(_EXCHANGE)) == 0:
+        return True
+    if (code := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS):
+        return False  # a file system or kernel without it
+    raise OSError(code, os.strerror(code), str(second))

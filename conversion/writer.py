@@ -1,0 +1,169 @@
+"""Filling the folder of a conversion: shards, companions, code, configuration, and a digest of each."""
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tnt_hf.configuration_tnt import TNTConfig
+from tnt_hf.conversion.manifest import file_entry
+from tnt_hf.conversion.plan import MEMORY, Shard
+from tnt_hf.conversion.shards import NewTensor, copy_file, flush, inspect, sha256, write_shard
+from tnt_hf.conversion.source import INDEX, Source, read_header
+
+
+CODE = Path(__file__).resolve().parent.parent / "tnt_hf"
+ROOM = 8 * 2**20  # bytes for all that is not a tensor: code, configuration, tokenizer
+
+
+class Writer:
+    """
+    Writes a conversion into `folder`, with everything on disk when it returns.
+
+    Args:
+        source: where shards and companions come from.
+        link: `"auto"`, `"link"` or `"copy"`. check: read linked shards as well.
+        progress: show a bar, in bytes. say: told how the shards came here, and why.
+    """
+
+    def __init__(
+        self, source: Source, folder: Path, link: str, check: bool, progress: bool, say: Callable[[str], object]
+    ):
+        self.source, self.folder, self.link, self.check = source, folder, link, check
+        self.progress, self.say = progress, say
+        self.how: dict[str, str] = {}
+        self.digests: dict[str, Future | str | None] = {}
+
+    def weights(self, shards: list[Shard], index: dict[str, str], memory: list[NewTensor]) -> None:
+        """
+        All shards; reading each back for its digest while the next is written.
+
+        Args:
+            shards: of the base. index: tensor name -> shard, without the memory. memory: the memory's tensors.
+
+        Raises:
+            OSError: no space, or a link that cannot be made. ValueError: a tensor holds nan or infinity.
+        """
+        linking = self._can_link([shard.source for shard in shards if shard.source])
+        if memory:
+            shards = [*shards, Shard(MEMORY, None, memory, sum(tensor.nbytes for tensor in memory))]
+            index = index | {tensor.name: MEMORY for tensor in memory}
+        need = sum(shard.size for shard in shards if not (linking and shard.source))
+        check_room(self.folder, need + ROOM)
+
+        from huggingface_hub.utils import tqdm
+
+        bar = tqdm(total=need, unit="B", unit_scale=True, unit_divisor=1024, disable=not self.progress, desc="convert")
+        # SHA-256 is slower than a fast disk: two readers follow the writing.
+        pool = ThreadPoolExecutor(2)
+        try:
+            with bar:
+                for shard in shards:
+                    self._write(shard, linking, bar.update, pool)
+                    tasks = [digest for digest in self.digests.values() if isinstance(digest, Future)]
+                    # All but the last two: what is read back should still be in the page cache, and a bad tensor
+                    # should stop the work now and not at the end.
+                    for task in tasks[:-2]:
+                        task.result()
+            for shard in shards:
+                if self.how[shard.name] != "linked":
+                    flush(self.folder / shard.name)
+            self.digests = {name: x.result() if isinstance(x, Future) else x for name, x in self.digests.items()}
+        finally:
+            pool.shutdown(cancel_futures=True)
+        total = sum(tensor.nbytes for shard in shards for tensor in read_header(self.folder / shard.name))
+        text = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+        self.text(INDEX, json.dumps(text, indent=2) + "\n")
+
+    def _write(self, shard: Shard, linking: bool, advance: Callable[[int], object], pool: ThreadPoolExecutor) -> None:
+        path, origin = self.folder / shard.name, shard.source
+        if origin is None:
+            write_shard(path, shard.tensors, advance)
+        elif linking:
+            os.link(origin, path)
+        else:
+            copy_file(origin, path, advance)
+        self.how[shard.name] = "written" if origin is None else "linked" if linking else "copied"
+        if self.how[shard.name] == "linked" and not self.check:
+            self.digests[shard.name] = known_digest(origin)
+        else:
+            where = f"{shard.name} (made from {self.source.name})" if origin is None else str(origin)
+            self.digests[shard.name] = pool.submit(inspect, path, read_header(path), where)
+
+    def _can_link(self, origins: list[Path]) -> bool:
+        """
+        Whether all shards can be linked, found out by linking one.
+
+        Raises:
+            OSError: they cannot, and `link="link"`.
+        """
+        if self.link == "copy" or not origins:
+            return False
+        trial = self.folder / ".link"
+        try:
+            for origin in origins:
+                os.link(origin, trial)
+                trial.unlink()
+        except OSError as error:
+            if self.link == "link":
+                raise OSError(error.errno, f"link='link': {error.strerror}", str(origin)) from error
+            self.say(f"copying the shards: a hard link of {origin.name} is not possible here ({error.strerror})")
+            return False
+        return True
+
+    def companions(self) -> None:
+        """Tokenizer, generation config and licence files of the source."""
+        for name, origin in self.source.companions.items():
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            copy_file(origin, self.folder / name, lambda count: None)
+            self._done(name, "copied")
+
+    def code(self) -> None:
+        """The files `trust_remote_code` runs, so that the result works where this package is not installed."""
+        for path in sorted(CODE.glob("*_tnt.py")):
+            copy_file(path, self.folder / path.name, lambda count: None)
+            self._done(path.name, "copied")
+
+    def config(self, config: TNTConfig) -> None:
+        """`config.json`."""
+        self.text("config.json", config.to_json_string(use_diff=True))
+
+    def plot(self, name: str, errors: list[float], chosen: list[int] | None) -> None:
+        """The window errors as a picture."""
+        from tnt_hf.conversion.sensitivity import plot
+
+        plot(errors, self.folder / name, chosen)
+        self._done(name, "written")
+
+    def text(self, name: str, content: str) -> None:
+        """A text file of our own."""
+        with (self.folder / name).open("w", encoding="utf-8") as file:
+            file.write(content)
+        self._done(name, "written")
+
+    def _done(self, name: str, how: str) -> None:
+        flush(self.folder / name)
+        self.how[name], self.digests[name] = how, sha256(self.folder / name)
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """What the manifest says of every file."""
+        return {name: file_entry(self.folder / name, how, self.digests[name]) for name, how in self.how.items()}
+
+
+def known_digest(path: Path) -> str | None:
+    """The SHA-256 of a file that the Hub's cache already names by it."""
+    return path.name if path.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", path.name) else None
+
+
+def check_room(folder: Path, need: int) -> None:
+    """Raises OSError if the file system of `folder` has less than `need` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise OSError(
+            errno.ENOSPC, f"needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free", str(folder.parent)
+        )

@@ -1,0 +1,244 @@
+"""A converted checkpoint computes what its source computes, and is complete."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import CASES, FUSED, reload, save_source
+from safetensors.torch import load_file, save_file
+
+from tnt_hf import TNTForCausalLM
+from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.conversion.manifest import read_manifest
+
+
+W = 7
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def convert(tmp_path: Path, case: str = "llama", dtype: torch.dtype = torch.float32, **options) -> tuple[Path, Path]:
+    """(source folder, result folder) of a case; `source` holds options of `save_source`."""
+    source = save_source(tmp_path / "source", case, dtype, **options.pop("source", {}))
+    return source, convert_checkpoint(source, tmp_path / "result", progress=False, **options)
+
+
+def batch(length: int = 23) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input_ids, attention_mask) of three rows: padded on the left, on the right, and not at all."""
+    ids = torch.randint(3, 97, (3, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :5], mask[1, -4:] = 0, 0
+    return ids, mask
+
+
+@torch.no_grad()
+def decoded(model, ids: torch.Tensor, prefill: int) -> torch.Tensor:
+    """Logits of a prompt and then of token after token, with the model's own cache."""
+    out = model(ids[:, :prefill], use_cache=True)
+    logits = [out.logits]
+    for t in range(prefill, ids.shape[1]):
+        out = model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+def greedy(model, ids, mask=None, tokens=12):
+    return model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+
+
+# ----------------------------------------------------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_bit_equal_with_attention_kept(tmp_path, case, dtype):
+    source, result = convert(tmp_path, case, dtype)
+    source, result = reload(source), reload(result)
+    assert isinstance(result, TNTForCausalLM) and result.config.memory_layer_indices == [0, 1, 2]
+    assert result.dtype == dtype
+    ids, mask = batch()
+    with torch.no_grad():
+        assert source(ids).logits.equal(result(ids).logits)
+        padded = source(ids, attention_mask=mask).logits, result(ids, attention_mask=mask).logits
+    assert padded[0][mask.bool()].equal(padded[1][mask.bool()])
+    assert decoded(source, ids, 9).equal(decoded(result, ids, 9))
+    left = ids[:1, :9], mask[:1, :9]
+    assert greedy(source, *left).equal(greedy(result, *left))
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_a_fused_source_is_equal_to_rounding(tmp_path, case):
+    """One matrix product of stacked weights rounds differently from three; 1e-5 is some ulps of logits around 4."""
+    source, result = convert(tmp_path, case)
+    ids, mask = batch()
+    with torch.no_grad():
+        a, b = (reload(folder)(ids, attention_mask=mask).logits[mask.bool()] for folder in (source, result))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    with torch.no_grad():  # in float64 only RoPE is left of the rounding, which both compute alike
+        a, b = (reload(folder, dtype=torch.float64)(ids).logits for folder in (source, result))
+    assert not a.equal(torch.zeros_like(a)) and (a - b).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2, tied, window in some layers", "qwen3"])
+def test_a_window_is_bit_equal_below_it(tmp_path, case, dtype):
+    window = 4 if "window in" in case else W  # at most the source's own
+    source, result = convert(tmp_path, case, dtype, window=window, keep_full_attention=[1])
+    source, result = reload(source), reload(result)
+    kept = [kind == "hybrid" for kind in result.config.layer_types]
+    assert kept == [False, True, False] and result.config.sliding_window == window
+    for length in (window - 1, window, 40):
+        ids, _ = batch(length)
+        with torch.no_grad():
+            a, b = source(ids).logits, result(ids).logits
+        assert a[:, :window].equal(b[:, :window])
+        assert length <= window or not a[:, window:].equal(b[:, window:]), "the window has no effect"
+
+
+def test_a_window_can_be_set_later(tmp_path):
+    source, result = convert(tmp_path)
+    now = convert_checkpoint(source, tmp_path / "narrow", window=W, progress=False)
+    later, now = reload(result), reload(now)
+    later.set_sliding_window(W)
+    ids, _ = batch(40)
+    with torch.no_grad():
+        assert later(ids).logits.equal(now(ids).logits)
+
+
+def test_every_gate_that_starts_closed_is_exact(tmp_path):
+    source = save_source(tmp_path / "source")
+    ids, _ = batch()
+    with torch.no_grad():
+        expected = reload(source)(ids).logits
+        for gate in ("add", "product", "mix"):
+            options = {"memory_gate": gate, "memory_depth": 2, "memory_conv_kernel": 4, "memory_momentum": True}
+            result = convert_checkpoint(source, tmp_path / gate, progress=False, **options)
+            assert reload(result)(ids).logits.equal(expected), gate
+            assert read_manifest(result)["conversion"]["memory_starts_closed"]
+        open_gate = convert_checkpoint(source, tmp_path / "open", progress=False, memory_gate_init=1.0)
+        assert not reload(open_gate)(ids).logits.equal(expected)
+    assert "does not start closed" in (open_gate / "README.md").read_text()
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_the_memory_starts_from_the_layers_projections(tmp_path):
+    _, result = convert(tmp_path, memory_layers=[0, 2])
+    state = reload(result).state_dict()
+    assert {name.split(".")[2] for name in state if ".memory." in name} == {"0", "2"}
+    for layer in (0, 2):
+        for x in "qkv":
+            own = state[f"model.layers.{layer}.memory.{x}_proj.weight"]
+            assert own.equal(state[f"model.layers.{layer}.self_attn.{x}_proj.weight"])
+        assert not state[f"model.layers.{layer}.memory.gate.scale"].any()
+        assert not state[f"model.layers.{layer}.memory.memories.0.weights.0"].any()
+
+
+def test_gradients_reach_the_closed_gate(tmp_path):
+    model = reload(convert(tmp_path, window=W)[1])
+    ids, _ = batch(40)
+    model(ids, labels=ids).loss.backward()
+    for layer in model.model.layers:
+        assert layer.memory.gate.scale.grad.abs().sum() > 0
+
+
+def test_the_start_is_that_of_the_model_and_depends_on_the_seed_only(tmp_path):
+    options = {
+        "memory_depth": 2,
+        "memory_conv_kernel": 4,
+        "memory_momentum": True,
+        "memory_decay": True,
+        "memory_layernorm": True,
+    }
+    source, first = convert(tmp_path, seed=1, **options)
+    again = convert_checkpoint(source, tmp_path / "again", seed=1, progress=False, **options)
+    other = convert_checkpoint(source, tmp_path / "other", seed=2, progress=False, **options)
+    name = "model-memory-00001-of-00001.safetensors"
+    assert (first / name).read_bytes() == (again / name).read_bytes() != (other / name).read_bytes()
+    fresh, made = TNTForCausalLM(reload(first).config).state_dict(), load_file(first / name)
+    for tensor in (tensor for tensor in made if "proj.weight" not in tensor.replace("gate.proj", "")):
+        expected, found = fresh[tensor], made[tensor]
+        assert found.shape == expected.shape and found.dtype == torch.float32
+        # Constants are equal; of random ones the spread is: both are samples, hence a factor of 2.
+        if expected.unique().numel() < 3:
+            assert found.equal(expected), tensor
+        else:
+            assert 0.5 < found.std() / expected.std() < 2, tensor
+
+
+def test_the_precision_of_the_memory(tmp_path):
+    _, result = convert(tmp_path, dtype=torch.bfloat16)
+    memory = load_file(result / "model-memory-00001-of-00001.safetensors")
+    for name, tensor in memory.items():
+        wide = ".memories." in name or name.endswith("gate.scale")
+        assert tensor.dtype == (torch.float32 if wide else torch.bfloat16), name
+
+
+# ------------------------------------------------------------------------------------------------------- shards, bytes
+
+
+@pytest.mark.parametrize("link", ["link", "copy"])
+def test_shards_are_linked_or_copied_byte_for_byte(tmp_path, link):
+    source, result = convert(tmp_path, link=link, source={"shards": "40KB"})
+    shards = sorted(source.glob("*.safetensors"))
+    assert len(shards) > 2
+    for old, new in zip(shards, sorted(result.glob("model-base-*.safetensors")), strict=True):
+        assert old.read_bytes() == new.read_bytes()
+        assert old.samefile(new) == (link == "link")
+    index = json.loads((result / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in result.glob("*.safetensors")}
+    ids, _ = batch()
+    with torch.no_grad():
+        assert reload(source)(ids).logits.equal(reload(result)(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_a_cast_equals_loading_the_source_in_that_dtype(tmp_path, dtype):
+    source, result = convert(tmp_path, dtype=torch.float32, source={"shards": "40KB"})
+    cast = convert_checkpoint(source, tmp_path / "cast", progress=False, dtype=dtype, max_shard_size="50KB")
+    sizes = [sum(x.nbytes for x in load_file(path).values()) for path in cast.glob("model-base-*.safetensors")]
+    assert len(sizes) > 1 and max(sizes) <= 50_000
+    expected, found = reload(source, dtype=getattr(torch, dtype)), reload(cast)
+    assert found.dtype == getattr(torch, dtype)
+    ids, _ = batch()
+    with torch.no_grad():
+        a, b = expected(ids).logits, found(ids).logits
+    # Llama computes RoPE in float32 even in a float64 model, we do not: 1e-5 is what that rounding comes to.
+    assert a.equal(b) if dtype != "float64" else (a - b).abs().max() < 1e-5
+
+
+def test_saving_into_the_result_leaves_a_linked_source_alone(tmp_path):
+    source, result = convert(tmp_path, link="link", source={"shards": "40KB"})
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    model = reload(result)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(1)
+    model.save_pretrained(result, max_shard_size="40KB")
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    assert not list(result.glob("model-base-*")), "shards of the old state stay behind"
+    assert reload(result).model.embed_tokens.weight.equal(model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_redundant_head_and_stored_frequencies_do_no_harm(tmp_path, tied):
+    """Old Llama checkpoints hold `inv_freq`; some tied ones hold the head as well."""
+    source = save_source(tmp_path / "source", tie_word_embeddings=tied)
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
+    weights["lm_head.weight"] = weights["lm_head.weight" if not tied else "model.embed_tokens.weight"].clone()
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    ids, _ = batch()
+    with torch.no_grad():
+        assert reload(source)(ids).logits.equal(reload(result)(ids).logits)
+
+
+def test_mixed_precision_stays_what_it_is(tmp_path):
+    source = save_source(tmp_path / "source", dtype=torch.bfloat16)
+    weights = {n: w.float() if "norm" in n else w for n, w in load_file(source / "model.safetensors").items()}
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link="link")
+    ids, _ = batch()
+    with torch.no_grad():
+        assert reload(source)(ids).logits.equal(reload(result)(ids).logits)

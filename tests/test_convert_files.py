@@ -1,0 +1,284 @@
+"""What a converted folder holds besides weights, and the ways to ask for it: command line, probe, Hub id."""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import reload, save_source
+from hub_server import HubServer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.conversion.convert_command import add_arguments, run
+from tnt_hf.conversion.manifest import MANIFEST, add_digests, check_manifest, read_manifest
+from tnt_hf.recipes.benchmarks.conversion import main as benchmark
+
+
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(90))]
+TEXT = " ".join(f"w{i * i % 90}" for i in range(120))
+STRANGER = """
+import sys
+sys.path.append(sys.argv[1])
+from importlib.util import find_spec
+assert find_spec("tnt_hf") is None, "tnt_hf can still be imported"
+import torch
+from pathlib import Path
+exec(Path("result/README.md").read_text().split("```python")[1].split("```")[0])
+torch.save((model(torch.arange(3, 23)[None]).logits, tokenizer("w1 w2")["input_ids"]), sys.argv[2])
+"""
+
+
+def save_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template="{{ messages[0]['content'] }}", **special
+    ).save_pretrained(folder)
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    folder = save_source(tmp_path / "source")
+    save_tokenizer(folder)
+    return folder
+
+
+COMMAND = """
+import argparse, sys
+sys.argv[0] = "tnt"
+from tnt_hf.conversion.convert_command import add_arguments, run
+parser = argparse.ArgumentParser()
+add_arguments(parser)
+assert "torch" not in sys.modules, "the help has to wait for torch"
+sys.exit(run(parser.parse_args()))
+"""
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_stranger_can_load_it_by_the_quick_start_of_its_card(tmp_path, source):
+    """In a process that cannot import this package, from the code that is in the folder."""
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-I", "-S", "-c", STRANGER, sysconfig.get_paths()["purelib"], str(tmp_path / "found")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    logits, ids = torch.load(tmp_path / "found")
+    with torch.no_grad():
+        assert logits.equal(reload(source)(torch.arange(3, 23)[None]).logits)
+    assert ids == [WORDS.index("w1"), WORDS.index("w2")]
+    travelling = {path.name: path.read_bytes() for path in (Path(__file__).parents[1] / "tnt_hf").glob("*_tnt.py")}
+    assert {path.name: path.read_bytes() for path in result.glob("*.py")} == travelling
+
+
+def test_tokenizer_generation_config_and_licence_come_along(tmp_path, source):
+    generation = json.loads((source / "generation_config.json").read_text()) | {"temperature": 0.5, "do_sample": True}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    (source / "LICENSE").write_text("as is")
+    (source / "modeling_evil.py").write_text("raise SystemExit")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "LICENSE",
+    ):
+        assert (result / name).read_bytes() == (source / name).read_bytes()
+    assert (result / "additional_chat_templates" / "tool.jinja").exists()
+    assert not (result / "modeling_evil.py").exists()
+    assert reload(result).generation_config.temperature == 0.5
+    old, new = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(result)
+    assert old(TEXT)["input_ids"] == new(TEXT)["input_ids"] and old.chat_template == new.chat_template
+
+
+def test_tokenizer_files_without_a_class_name_keep_their_family(tmp_path):
+    """vocab.json and merges.txt alone: the library picks the class by the model type, which is ours now."""
+    source = save_source(tmp_path / "source", "qwen2")
+    (source / "vocab.json").write_text(
+        json.dumps({c: i for i, c in enumerate("abcdefgh")} | {"ab": 8, "<|endoftext|>": 9})
+    )
+    (source / "merges.txt").write_text("#version: 0.2\na b\n")
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    old, new = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(result)
+    assert type(old) is type(new) and old("abba")["input_ids"] == new("abba")["input_ids"]
+
+
+def test_the_card_is_complete_and_passes_the_licence_on(tmp_path, source):
+    (source / "README.md").write_text("---\nlicense: llama3.1\nlanguage: [en]\ntags: [x]\n---\n# The source\n")
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, window=16, memory_layers=[0, 2], seed=3)
+    card = (result / "README.md").read_text()
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert metadata["license"] == "llama3.1" and metadata["language"] == ["en"] and "base_model" not in metadata
+    assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "text-generation"
+    assert "tnt convert source result --window 16 --seed 3 'memory_layers=[0, 2]'" in card
+    assert "every position below 16, bit for bit" in card and "layer 1: window 16" in card
+    assert str(tmp_path) not in card + (result / "config.json").read_text() + (result / MANIFEST).read_text()
+    assert not re.search(r"TODO|FIXME|PLACEHOLDER|\{[a-z]\w*\}|your[-_ ]|None", card)
+
+
+@pytest.mark.parametrize("link", ["link", "copy"])
+def test_the_manifest_notices_every_change(tmp_path, source, link):
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link=link)
+    assert check_manifest(result) == []
+    shard = next(result.glob("model-base-*"))
+    entry = read_manifest(result)["files"][shard.name]
+    assert (entry["how"], entry["sha256"] is None) == (("linked", True) if link == "link" else ("copied", False))
+    assert add_digests(result) == ([shard.name] if link == "link" else [])
+    assert check_manifest(result) == [] and add_digests(result) == []
+
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    (result / "config.json").unlink()
+    (result / "merges.txt").write_text("more")
+    (result / "README.md").write_text("less")
+    problems = check_manifest(result)
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "README.md",
+        "config.json",
+        shard.name,
+        "merges.txt",
+    ]
+
+
+def test_a_linked_shard_that_was_never_read_is_recognised_by_its_time(tmp_path, source):
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link="link")
+    shard = next(result.glob("model-base-*"))
+    os.utime(shard, ns=(1, 1))
+    assert check_manifest(result) == [
+        f"{shard.name}: changed after the conversion, which linked it without reading it"
+    ]
+    checked = convert_checkpoint(source, tmp_path / "checked", progress=False, link="link", check=True)
+    assert read_manifest(checked)["files"][shard.name]["sha256"] is not None
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"format": 1}', '{"format": 1, "conversion": {}, "files": {"../x": {"size": 1}}}']
+)
+def test_a_damaged_manifest_is_a_finding(tmp_path, content):
+    (tmp_path / MANIFEST).write_text(content)
+    assert len(check_manifest(tmp_path)) == 1
+
+
+# ------------------------------------------------------------------------------------------------- command line, probe
+
+
+def command(monkeypatch, folder: Path, *arguments: str) -> None:
+    """`tnt convert ...` in a folder, without the program around it."""
+    monkeypatch.chdir(folder)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert run(parser.parse_args([*arguments, "--quiet"])) == 0
+
+
+def test_the_command_line(tmp_path, source, monkeypatch, capsys):
+    (tmp_path / "settings.yaml").write_text("window: 16\nmemory_max_lr: 1e-1\nmemory_layers: [0]\n")
+    arguments = ["source", "result", "--config", "settings.yaml", "--keep-full-attention", "auto:1", "--probe", TEXT]
+    more = ["--memory-layers", "0,2", "--seed", "5", "local_chunk_sizes=[4, 8]"]
+    command(monkeypatch, tmp_path, *arguments, *more)
+    said = capsys.readouterr().out
+    config = reload(tmp_path / "result").config
+    assert config.sliding_window == 16 and config.memory_layer_indices == [0, 2]
+    assert config.local_chunk_sizes == [4, 8] and config.memory_max_lr == 0.1
+    found = read_manifest(tmp_path / "result")["conversion"]
+    errors, (kept,) = found["window_errors"], found["full_attention_layers"]
+    assert len(errors) == 3 and kept == errors.index(max(errors)) and found["seed"] == 5
+    assert "sliding" not in config.layer_types[kept] and sum("sliding" in kind for kind in config.layer_types) == 2
+    for line in ("window error", "29,", "window 16", "next        tnt verify source result", str(tmp_path / "result")):
+        assert line in said, said
+    card = (tmp_path / "result" / "README.md").read_text()
+    assert f"| {kept} | {errors[kept]:.4g} | full attention |" in card
+    assert ("window_errors.png" in card) == (tmp_path / "result" / "window_errors.png").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere", "result"], "nowhere"),
+        (["source", "result", "--window", "0"], "window=0"),
+        (["source", "result", "--keep-full-attention", "a,b"], "--keep-full-attention a,b"),
+        (["source", "result", "--window", "16", "--keep-full-attention", "auto:1"], "needs a probe"),
+        (["source", "result", "--window", "16", "--probe", "w1 w2"], "2 tokens"),
+        (["source", "result", "hidden_size=64"], "hidden_size=64: is taken from the source"),
+        (["source", "result", "memory_depht=2"], "memory_depht"),
+        (["source", "result", "memory_depth"], "FIELD=VALUE"),
+        (["source", "result", "say=1"], "cannot be set"),
+        (["source", "result", "--dtype", "int8"], "int8"),
+        (["source", "result", "--max-shard-size", "big"], "max_shard_size='big'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_makes_nothing(tmp_path, source, monkeypatch, arguments, message):
+    with pytest.raises((ValueError, OSError)) as caught:
+        command(monkeypatch, tmp_path, *arguments)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- Hub
+
+
+def test_a_hub_id(tmp_path, source):
+    """Only the weights that the index names are fetched, no code, and the shards link to the cache's own files."""
+    single = (source / "model.safetensors").read_bytes()
+    files = {path.name: path.read_bytes() for path in source.iterdir() if path.suffix != ".safetensors"}
+    names = list(reload(source).state_dict())
+    files |= {
+        "part-1.safetensors": single,
+        "model.safetensors.index.json": json.dumps(
+            {"weight_map": dict.fromkeys(names, "part-1.safetensors")}
+        ).encode(),
+        "consolidated.safetensors": b"the same again",
+        "pytorch_model.bin": b"pickle",
+        "modeling_evil.py": b"raise SystemExit",
+        "README.md": b"---\nlicense: mit\n---\n",
+    }
+    with HubServer() as server:
+        server.commits["owner/tiny-llama"] = [("c0ffee" + 34 * "0", files)]
+        environment = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        environment |= {"HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        done = subprocess.run(
+            [sys.executable, "-c", COMMAND, "owner/tiny-llama", "result"],
+            cwd=tmp_path,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{done.stderr}\n{server.unknown}"
+    fetched = {request.rpartition("/")[2] for request in server.requests if "resolve" in request}
+    assert not fetched & {"consolidated.safetensors", "pytorch_model.bin", "modeling_evil.py"}
+    result = tmp_path / "result"
+    entry = read_manifest(result)["files"]["model-base-00001-of-00001.safetensors"]
+    assert entry["how"] == "linked" and entry["sha256"], "the cache names the file by its SHA-256"
+    assert check_manifest(result) == []
+    metadata = yaml.safe_load((result / "README.md").read_text().split("---")[1])
+    assert metadata["base_model"] == "owner/tiny-llama" and metadata["license"] == "mit"
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        assert reload(source)(ids).logits.equal(reload(result)(ids).logits)
+
+
+# ----------------------------------------------------------------------------------------------------------- benchmark
+
+
+def test_the_benchmark_runs_on_a_tiny_shape(tmp_path, capsys):
+    """What it measures on an 8B shape is committed; this is the script, with a process that links."""
+    out, folder = tmp_path / "report.json", tmp_path / "folder"
+    benchmark(["--shape", "tiny", "--stages", "cp,link", "--rounds", "1", "--folder", str(folder), "--out", str(out)])
+    report = json.loads(out.read_text())
+    memory = report["summary"]["link"]["anonymous_mib"]
+    assert 0 < memory["growth"] < memory["peak"] and report["summary"]["cp"]["seconds"]["median"] > 0
+    assert {"commit", "versions", "cpu"} <= report["environment"].keys() and not list(folder.iterdir())

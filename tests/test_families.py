@@ -1,0 +1,117 @@
+"""A family's row: every field of a source configuration is translated, known to be harmless, or refused."""
+
+import math
+
+import pytest
+from checkpoints import CASES, FUSED, LONGROPE, SIZES, source_model
+from transformers import CONFIG_MAPPING
+
+from tnt_hf import TNTForCausalLM
+from tnt_hf.conversion.families import FAMILIES, base_shapes, read_source_config, tnt_config
+
+
+def source_config(case="llama", **changes):
+    model_type, fields = (CASES | FUSED)[case]
+    return CONFIG_MAPPING[model_type](**{**SIZES, **fields, **changes})
+
+
+@pytest.mark.parametrize("case", CASES | FUSED)
+def test_base_shapes_are_those_of_both_models(case):
+    source = source_model(case)
+    shapes = dict(base_shapes(tnt_config(source.config)))
+    result = TNTForCausalLM(tnt_config(source.config))
+    assert {name: tuple(x.shape) for name, x in result.state_dict().items() if ".memory." not in name} == shapes
+    if case in CASES:
+        assert {name: tuple(x.shape) for name, x in source.state_dict().items()} == shapes
+
+
+@pytest.mark.parametrize("case", CASES | FUSED)
+def test_a_configuration_survives_json(case):
+    config = source_config(case)
+    again = read_source_config(config.to_dict())
+    assert tnt_config(again).to_dict() == tnt_config(config).to_dict()
+
+
+def test_what_a_conversion_starts_with():
+    config = tnt_config(source_config())
+    assert config.memory_depth == 1 and config.memory_gate_init == 0 and config.memory_projections == "own"
+    assert config.layer_types == ["hybrid"] * 3 and config.sliding_window is None
+    assert [spec.chunk_size for spec in config.memory_specs] == [512, 16]
+    config = tnt_config(source_config(), window=256, memory_layers=[1], memory_gate="product", memory_depth=2)
+    assert config.layer_types == ["sliding_attention", "hybrid_sliding", "sliding_attention"]
+    assert config.memory_gate_init is None and config.global_chunk_size == config.sliding_window == 256
+    assert tnt_config(source_config("mistral, window")).global_chunk_size == 5
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 37, 512])
+@pytest.mark.parametrize("sizes", [[16], [8, 12], 5, []])
+def test_chunks_and_resets_fit_every_window(window, sizes):
+    config = tnt_config(source_config(), window=window, local_chunk_sizes=sizes)
+    for spec in config.memory_specs:
+        assert spec.reset_interval is None or spec.reset_interval % math.lcm(4 * window, spec.chunk_size) == 0
+
+
+def test_windows_and_kept_layers():
+    qwen = source_config("qwen3, tied, biases, window in some layers")  # 5 tokens in layers 1 and 2
+    types = lambda config: [kind.removeprefix("hybrid_").replace("hybrid", "full") for kind in config.layer_types]  # noqa: E731
+    assert types(tnt_config(qwen)) == ["full", "sliding", "sliding"]
+    narrow = tnt_config(qwen, window=3, full_attention_layers=[2])
+    assert types(narrow) == ["sliding", "sliding", "full"] and narrow.sliding_window == 3
+    assert types(tnt_config(qwen, window=3, full_attention_layers=[0, 1, 2])) == ["full"] * 3
+    with pytest.raises(ValueError, match=r"window=6: layers \[1, 2\] of the source only see 5"):
+        tnt_config(qwen, window=6)
+    with pytest.raises(ValueError, match="needs a window"):
+        tnt_config(qwen, full_attention_layers=[0])
+    for value in (0, -1, True, 2.0, "8"):
+        with pytest.raises(ValueError, match="window="):
+            tnt_config(qwen, window=value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logit_scale": 0.0625},
+        {"attn_logit_softcapping": 50.0},
+        {"embedding_multiplier": 12},
+        {"no_rope_layers": [0, 1, 1]},
+        {"is_encoder_decoder": True},
+        {"per_layer_config": {0: {"intermediate_size": 64}}},
+    ],
+)
+def test_a_field_nobody_knows_is_refused_by_name(changes):
+    (name,) = changes
+    with pytest.raises(ValueError, match=name):
+        tnt_config(read_source_config({"model_type": "llama", **SIZES, **changes}))
+
+
+def test_descriptive_fields_are_no_obstacle():
+    fields = {"model_type": "llama", **SIZES, "torch_dtype": "bfloat16", "_name_or_path": "x", "rope_scaling": None}
+    fields |= {
+        "rope_theta": 5e5,
+        "pretraining_tp": 1,
+        "transformers_version": "4.30",
+        "unsloth_version": "1",
+        "x": None,
+    }
+    config = tnt_config(read_source_config(fields))
+    assert str(config.dtype) == "torch.bfloat16" and config.rope_parameters["rope_theta"] == 5e5
+
+
+def test_phi3_with_two_sets_of_frequencies_is_refused():
+    config = source_config("phi3", rope_parameters=dict(LONGROPE), original_max_position_embeddings=16)
+    with pytest.raises(ValueError, match="rope_parameters.rope_type='longrope'"):
+        tnt_config(config)
+
+
+def test_unsupported_architectures_list_the_supported():
+    for model_type in ("gpt2", "gemma3_text", None):
+        with pytest.raises(ValueError, match=", ".join(FAMILIES)):
+            read_source_config({"model_type": model_type})
+    with pytest.raises(ValueError, match="already"):
+        tnt_config(tnt_config(source_config()))
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "variant", "num_persistent_tokens", "sliding_window"])
+def test_the_backbone_is_the_sources(name):
+    with pytest.raises(ValueError, match=f"{name}=3: is taken from the source"):
+        tnt_config(source_config(), **{name: 3})
