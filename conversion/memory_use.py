@@ -1,0 +1,44 @@
+"""Peak anonymous memory of this process while something runs: what must be there, without mapped files and caches."""
+
+import threading
+from pathlib import Path
+
+
+STATUS = Path("/proc/self/status")
+INTERVAL = 0.005  # seconds between samples
+
+
+def anonymous_bytes() -> int | None:
+    """Anonymous resident memory now, `None` where the system does not tell (it is Linux's RssAnon)."""
+    if not STATUS.exists():
+        return None
+    for line in STATUS.read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    return None
+
+
+class PeakMemory:
+    """Samples in a thread of its own between `with` and its end.
+
+    Attributes:
+        start, peak: bytes when it began and at most; `None` where the system does not tell.
+    """
+
+    def __enter__(self) -> "PeakMemory":
+        self.start = self.peak = anonymous_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        if self.start is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        if self.start is not None:
+            self._thread.join()
+            self.peak = max(self.peak, anonymous_bytes())
+
+    def _sample(self) -> None:
+        while not self._stop.wait(INTERVAL):
+            self.peak = max(self.peak, anonymous_bytes())

@@ -1,0 +1,384 @@
+"""The parity report: what a conversion promises, measured on the source and on the result, one after the other.
+
+Axis legend
+    T tokens of the probe   V vocabulary
+
+A fresh conversion has a closed memory and must be its source, bit by bit, wherever no window cuts what a layer sees. A
+trained one has opened its memory: how far it went from the source is then reported and promised by nobody. What makes
+any result usable (no look into the future, decoding equal to the forward pass, padding without effect, ...) is
+promised always, and checked with the memory as it is and with its gates opened at random, so that it cannot hide.
+"""
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging as hf_logging
+
+from tnt_hf import TNTConfig, TNTForCausalLM, __version__
+from tnt_hf.costs_tnt import memory_state_bytes
+
+from .families import FAMILIES, read_source_config, tnt_config
+from .manifest import MANIFEST, check_manifest
+from .memory_use import PeakMemory
+from .source import locate, read_json
+from .verify_branches import branches, opened, without_memory
+from .verify_files import (
+    check_base_weights,
+    check_config,
+    check_finite,
+    memory_state,
+    unchanged_positions,
+)
+from .verify_measures import ROUNDING, difference, forward, next_token_loss, observe, rounding
+from .verify_probe import probe_ids
+from .verify_report import NOT_APPLICABLE, NOT_RUN, Report, json_ready
+from .verify_structure import CHECKS, check_state, crossed
+
+
+FORMAT = "tnt-verify-1"
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+FEWEST_TOKENS, MOST_TOKENS = 16, 2048  # of a probe: what the checks need, and what a default may cost
+FAR = 512  # tokens: a reset further away is not worth the time by default
+BEYOND = 96  # tokens of a default probe behind the last boundary
+OPEN = "the memory is open, so how far the result is from its source is a measurement"
+
+
+def verify_conversion(
+    source: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    text: str | None = None,
+    tokens: int | None = None,
+    report: str | os.PathLike | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """
+    Compare a converted checkpoint with its source and check what every result promises.
+
+    The models are loaded one after the other, from local files or the Hub's cache, without running code of theirs.
+
+    Args:
+        source: folder or Hub id that was converted. output: folder of the result, trained or not.
+        text: probe text, or the path of a text file; by default text that comes with Python. Without a tokenizer in
+            the source the probe is random ids.
+        tokens: length T of the probe; by default enough to cross the window, the first chunk of
+            every memory and a reset that is near.
+        report: JSON file to write.
+        dtype: computes in this dtype instead of the one the result was saved in.
+        seed: of random ids and of the gates opened for the checks.
+        progress: name each step on standard error.
+
+    Returns:
+        The report, JSON-serialisable: `"passed"` (bool), `"verdict"`, `"checks"` (one per promise: name, promise,
+        status, measured, reason), `"probe"`, `"accounting"`, `"ablations"`, `"environment"`.
+
+    Raises:
+        ValueError, OSError: wrong input (no such folder, a source that cannot be converted or loaded, an output that
+            is no TNT model, impossible options). A damaged output raises nothing: its checks fail.
+    """
+    out = Path(output)
+    _check_options(out, tokens, report, dtype)
+    folder = locate(source)
+    fields = read_json(folder / "config.json")
+    source_config = read_source_config(fields)
+    found: dict[str, Any] = {"format": FORMAT, "source": str(source), "output": str(output)}
+    rows = Report(lambda step: print(f"verify: {step}", file=sys.stderr, flush=True) if progress else None)
+
+    config = _read_config(out, rows)
+    state = _check_files(folder, out, source_config, config, rows)
+    found |= {"memory": state, "probe": {}, "accounting": {}, "ablations": {}}
+    if config is not None:
+        dtype = dtype or _dtype_of(config)
+        limit = unchanged_positions(source_config, config)
+        length = tokens or _default_length(config)
+        ids, noise, label = probe_ids(folder, text, length, config.vocab_size, seed)
+        length = ids.shape[1]
+        found["probe"] = {"text": label, "tokens": length, "dtype": dtype, "seed": seed, "equal_positions": limit}
+        found["probe"]["crossed"] = crossed(config, length)
+        # Short inputs, all of whose tokens see in the result what they see in the source.
+        n = min(length, 256) if limit is None else max(1, min(length, limit))
+        before, peak = _with_peak(lambda: _observe_source(folder, dtype, ids, noise, n, rows.say))
+        found["probe"]["tolerance"] = before["tolerance"]
+        found["accounting"] = {"source": {"peak_anonymous_bytes": peak} | before.pop("accounting")}
+        after, peak = _with_peak(
+            lambda: _check_result(
+                out, config, source_config.model_type, dtype, state, ids, noise, n, limit, before, seed, rows
+            )
+        )
+        found["accounting"]["result"] = {"peak_anonymous_bytes": peak} | after.pop("accounting", {})
+        found["ablations"] = after.pop("ablations", {})
+    found |= rows.summary(state)
+    found["environment"] = {
+        "tnt_hf": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    found = json_ready(found)
+    if report is not None:
+        Path(report).write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return found
+
+
+def _check_options(out: Path, tokens: int | None, report: Any, dtype: str | None) -> None:
+    if not out.is_dir():
+        raise FileNotFoundError(f"output={str(out)!r}: there is no such folder")
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < FEWEST_TOKENS):
+        raise ValueError(f"tokens={tokens!r}: must be an integer of at least {FEWEST_TOKENS}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    if report is not None and not Path(report).resolve().parent.is_dir():
+        raise FileNotFoundError(f"report={str(report)!r}: there is no such folder")
+
+
+def _read_config(out: Path, rows: Report) -> TNTConfig | None:
+    """The result's configuration, or `None` and a failed row."""
+    kept = {}
+
+    def read() -> tuple[bool, dict]:
+        fields = read_json(out / "config.json")
+        kept["type"] = fields.get("model_type")
+        if kept["type"] == "tnt":
+            kept["config"] = TNTConfig.from_dict(fields)
+            kept["config"].validate_architecture()
+            if (stored := _dtype_of(kept["config"])) not in DTYPES:
+                del kept["config"]
+                raise ValueError(f"dtype={stored!r}: must be one of {', '.join(DTYPES)}")
+        return True, {}
+
+    rows.check("readable", "config.json holds a valid TNT configuration", read)
+    if kept.get("type", "tnt") != "tnt":
+        raise ValueError(
+            f"output={str(out)!r}: has model_type={kept['type']!r}, not 'tnt' (source and output swapped?)"
+        )
+    return kept.get("config")
+
+
+def _dtype_of(config: TNTConfig) -> str:
+    return str(config.dtype or "float32").removeprefix("torch.")
+
+
+def _check_files(
+    folder: Path, out: Path, source_config: PreTrainedConfig, config: TNTConfig | None, rows: Report
+) -> str:
+    """The checks that need no model. Returns what the memory is: closed, open or none."""
+    promise = "every file is as the conversion left it"
+    if (out / MANIFEST).exists():
+        rows.check("manifest", promise, lambda: (not (found := check_manifest(out)), {"problems": found}))
+    else:
+        rows.add("manifest", promise, NOT_APPLICABLE, reason=f"the folder has no {MANIFEST}; a trained one has none")
+    rows.check("finite", "no weight is infinite or NaN", check_finite, out)
+    if config is None:
+        return "unknown"
+    state = "unknown"
+
+    def read_gates() -> tuple[bool, dict]:
+        nonlocal state
+        state = memory_state(out, config)
+        return True, {"memory": state}
+
+    rows.check("gates", "the gates of every memory can be read", read_gates)
+    unless = OPEN if state == "open" else ""
+    rows.check(
+        "configuration",
+        "the base computes with the source's fields",
+        check_config,
+        source_config,
+        config,
+        unless=unless,
+    )
+    rows.check(
+        "base weights", "every base tensor is the source's, bit by bit", check_base_weights, folder, out,
+        source_config.model_type, config.tie_word_embeddings, unless=unless,
+    )  # fmt: skip
+    return state
+
+
+def _default_length(config: TNTConfig) -> int:
+    edges = [config.sliding_window]
+    for spec in config.memory_specs if config.memory_layer_indices else []:
+        edges += [spec.chunk_size, spec.reset_interval if (spec.reset_interval or 0) <= FAR else None]
+    length = max((x for x in edges if x is not None), default=0) + BEYOND
+    return max(FEWEST_TOKENS, min(length, MOST_TOKENS, config.max_position_embeddings))
+
+
+def _with_peak(function: Callable[[], dict]) -> tuple[dict, int | None]:
+    with PeakMemory() as memory:
+        result = function()
+    return result, memory.peak
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """The steps are named by `progress`; the library's own bars would come between them."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def _observe_source(folder: Path, dtype: str, ids: Tensor, noise: Tensor, n: int, say: Callable) -> dict[str, Any]:
+    say("source: loading")
+    try:
+        with _no_bars():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    except Exception as error:  # a source that does not load is wrong input, whatever the library raises for it
+        raise ValueError(f"source={str(folder)!r} does not load: {type(error).__name__}: {error}") from error
+    found = observe(model, ids, noise, n, lambda step: say(f"source: {step}"))
+    config, T = tnt_config(model.config), ids.shape[1]
+    kept = [min(T, config.sliding_window - 1) if "sliding" in kind else T for kind in config.layer_types]
+    per_key = 2 * config.num_key_value_heads * config.head_dim * getattr(torch, dtype).itemsize
+    loss = next_token_loss(found["text"][None], ids)
+    accounting = {"parameters": model.num_parameters(), "kv_bytes": {T: sum(kept) * per_key}}
+    found["tolerance"] = rounding(found, model.dtype)
+    return found | {"accounting": accounting | {"loss": loss, "perplexity": _exp(loss)}}
+
+
+def _check_result(
+    out, config, source_type, dtype, state, ids, noise, n, limit, before, seed, rows: Report
+) -> dict[str, Any]:
+    """Every check that needs the loaded result, and its accounting and ablations."""
+    loaded = {}
+
+    def load() -> tuple[bool, dict]:
+        with _no_bars():
+            loaded["model"], info = TNTForCausalLM.from_pretrained(
+                out, dtype=getattr(torch, dtype), output_loading_info=True
+            )
+        loaded["model"].eval()
+        problems = {name: sorted(map(str, info[name])) for name in info if info[name]}
+        loaded["full"] = forward(loaded["model"], ids)
+        return not problems, problems
+
+    rows.check("loads", "loads with every tensor in its place and none besides", load)
+    if "full" not in loaded:
+        parity = [("parity", "equals the source"), ("silent", "a closed memory changes nothing")]
+        for name, promise in [
+            *parity,
+            *((name, promise) for name, promise, _ in CHECKS),
+            ("state size", "as computed"),
+        ]:
+            rows.add(name, promise, NOT_RUN, reason="the result does not load")
+        return {}
+    model, full = loaded["model"], loaded["full"]
+    unless = OPEN if state == "open" else ""
+    # One product of fused weights rounds differently from several; the library's norms are float32 in a float64 model.
+    exact = not FAMILIES[source_type].fused and dtype != "float64"
+    rows.check(
+        "parity",
+        _parity_promise(limit, exact),
+        _parity,
+        model,
+        ids,
+        noise,
+        n,
+        limit,
+        exact,
+        before,
+        rows,
+        unless=unless,
+    )
+    promise = "switching a closed memory off changes no bit"
+    if state == "closed":
+        rows.check("silent", promise, _silent, model, ids, full)
+    else:
+        why = "the model has no memory" if state == "none" else OPEN
+        rows.add("silent", promise, NOT_APPLICABLE, reason=why)
+    for name, promise, function in CHECKS:
+        rows.check(name, promise, _both_ways, function, model, ids, full, seed, before["tolerance"])
+    promised = memory_state_bytes(config, dtype)
+    rows.check(
+        "state size", "bytes of state per sequence are as computed, at any length", check_state, model, ids, promised
+    )
+    memory = sum(p.numel() for name, p in model.named_parameters() if ".memory." in name)
+    total = model.num_parameters()
+    accounting = {"parameters": total, "base_parameters": total - memory, "memory_parameters": memory}
+    accounting |= {"memory_state_bytes": promised}
+    sizes = rows.measured("state size").get("at_tokens", {})
+    accounting["kv_bytes"] = {n: x["kv_bytes"] for n, x in sizes.items()}
+    loss = next_token_loss(full, ids)
+    accounting |= {"loss": loss, "perplexity": _exp(loss)}
+    what = "what each branch adds to the probe text (table below)"
+    rows.check("branches", what, _ablations, model, ids, full, before["text"], unless="a measurement")
+    return {"accounting": accounting, "ablations": rows.measured("branches")}
+
+
+def _parity_promise(limit: int | None, exact: bool) -> str:
+    how = "bit by bit" if exact else "to rounding"
+    if limit is None:
+        return f"equals the source {how}: text, random ids, padded, cached"
+    return f"equals the source {how} within the window of {limit}: text, padded, cached"
+
+
+def _parity(model, ids: Tensor, noise: Tensor, n: int, limit: int | None, exact: bool, before: dict, rows: Report):
+    after = observe(model, ids, noise, n, lambda step: rows.say(f"result: {step}"))
+    found = {name: difference(after[name], before[name]) for name in after}
+    promised = [name for name in found if limit is None or name not in ("text", "random")]
+    bitwise = all(found[name].bitwise for name in promised)
+    tolerance = max(before["tolerance"], ROUNDING[torch.float32])
+    holds = all(
+        found[name].finite and (found[name].bitwise if exact else found[name].within(tolerance)) for name in promised
+    )
+    measured = {"bitwise": bitwise, "max_abs": max(found[name].max_abs for name in promised)}
+    if limit is not None:
+        # A masked kernel may add up in another order than one that never sees what the mask hides.
+        first = difference(after["text"][:limit], before["text"][:limit])
+        holds = holds and first.within(tolerance)
+        measured["first positions of a longer text"] = first.as_dict()
+    measured |= {name: x.as_dict() for name, x in found.items()}
+    return holds, measured
+
+
+def _silent(model, ids: Tensor, full: Tensor):
+    with without_memory(model):
+        without = forward(model, ids)
+    found = difference(full, without)
+    return found.bitwise, found.as_dict()
+
+
+def _both_ways(function: Callable, model, ids: Tensor, full: Tensor, seed: int, tolerance: float):
+    """A check with the memory as it is and, where there is one, with its gates opened at random."""
+    holds, measured = function(model, ids, full, seed, tolerance)
+    measured = {"as it is": measured}
+    if model.config.memory_layer_indices:
+        with opened(model, seed):
+            also, measured["gates opened"] = function(model, ids, forward(model, ids), seed, tolerance)
+        holds = holds and also
+    return holds, measured
+
+
+def _ablations(model, ids: Tensor, full: Tensor, source: Tensor) -> tuple[bool, dict[str, Any]]:
+    """Loss, perplexity and distances of the text with all branches and with one switched off."""
+    found = {}
+    everything = {"all branches": None} | (branches(model) if model.config.memory_layer_indices else {})
+    for name, off in everything.items():
+        logits = full
+        if off is not None:
+            with off():
+                logits = forward(model, ids)
+        loss, to_source = next_token_loss(logits, ids), difference(logits[0], source)
+        found[name] = {"loss": loss, "perplexity": _exp(loss), "kl_from_source": to_source.kl, "top1": to_source.top1}
+        found[name]["kl_from_all_branches"] = difference(logits, full).kl
+    return True, found
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

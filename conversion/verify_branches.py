@@ -1,0 +1,94 @@
+"""A TNT model with a branch switched off, or with its gates opened, in memory only and undone afterwards.
+
+Axis legend
+    B batch   T tokens   Q = Hq * head_dim channels before o_proj
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from tnt_hf.branch_tnt import TNTMemoryGate, TNTMemoryUnit
+
+
+def gates(model: nn.Module) -> list[TNTMemoryGate]:
+    """The gates of all memory layers, in order."""
+    return [module for module in model.modules() if isinstance(module, TNTMemoryGate)]
+
+
+@contextmanager
+def opened(model: nn.Module, seed: int) -> Iterator[None]:
+    """Every gate open by a random amount, channel by channel, so that attention and memory both count."""
+    generator = torch.Generator().manual_seed(seed)
+    before = []
+    with torch.no_grad():
+        for gate in gates(model):
+            if gate.kind == "published":
+                continue
+            name = {"add": "scale", "product": "proj.weight", "mix": "weight"}[gate.kind]
+            value = gate.get_parameter(name) if gate.kind != "mix" else gate.get_buffer(name)
+            before.append((value, value.clone()))
+            random = torch.rand(value.shape, generator=generator)
+            width = value.shape[-1] ** -0.5 if gate.kind == "product" else 1.0
+            # "mix" weighs: between a quarter and three quarters. The others: either sign.
+            value.copy_(0.25 + 0.5 * random if gate.kind == "mix" else 2 * width * (2 * random - 1))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for value, old in before:
+                value.copy_(old)
+
+
+@contextmanager
+def _hooked(handles: list) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def without_memory(model: nn.Module):
+    """The memory layers compute their attention alone, as if the gate were closed."""
+
+    def attention_alone(_, args: tuple, output: Tensor) -> Tensor:
+        return torch.zeros_like(output) if args[0] is None else args[0]
+
+    return _hooked([gate.register_forward_hook(attention_alone) for gate in gates(model)])
+
+
+def without_attention(model: nn.Module):
+    """The memory layers have their memory alone; layers without memory are left as they are."""
+
+    def memory_alone(_, args: tuple) -> tuple:
+        attention, *rest = args
+        return (None if attention is None else torch.zeros_like(attention), *rest)
+
+    return _hooked([gate.register_forward_pre_hook(memory_alone) for gate in gates(model)])
+
+
+def without_one_memory(model: nn.Module, index: int):
+    """In every layer, memory `index` of `config.memory_specs` reads nothing; the others stay."""
+
+    def silent(_, __, output: tuple) -> tuple:
+        return (torch.zeros_like(output[0]), *output[1:])
+
+    units = [m for name, m in model.named_modules() if isinstance(m, TNTMemoryUnit) and name.endswith(f".{index}")]
+    return _hooked([unit.register_forward_hook(silent) for unit in units])
+
+
+def branches(model: nn.Module) -> dict[str, Callable]:
+    """Every ablation by the name it has in the report: a context manager each."""
+    found = {"memory off": lambda: without_memory(model), "attention off": lambda: without_attention(model)}
+    if model.config.variant != "mag":
+        del found["attention off"]
+    specs = model.config.memory_specs
+    for i, spec in enumerate(specs):
+        name = f"{spec.name} memory of {spec.chunk_size} tokens off"
+        name = f"{name} ({i})" if name in found else name
+        if len(specs) > 1:
+            found[name] = lambda i=i: without_one_memory(model, i)
+    return found

@@ -1,0 +1,62 @@
+"""Prove what a converted checkpoint promises against its source: the parity report."""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments; imports nothing heavy."""
+    parser.add_argument("source", metavar="SRC", help="folder or Hub id of the model that was converted")
+    parser.add_argument("output", metavar="OUT", help="folder of the result, fresh or trained")
+    parser.add_argument("--text", metavar="FILE_OR_TEXT", help="probe text (default: text that comes with Python)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="length of the probe, about 60 forward passes (default: past the window)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the whole report as JSON")
+    parser.add_argument("--markdown", metavar="FILE", help="write the table as Markdown")
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16", "float16"),
+        help="compute in this dtype (default: as saved)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of random ids and of the gates opened for the checks")
+    parser.add_argument(
+        "--record-digests",
+        action="store_true",
+        help="after a pass, take the SHA-256 of shards that were linked unread and note it in the manifest",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """
+    Returns:
+        The exit status: 0 if every promise holds, 1 if one does not.
+
+    Raises:
+        ValueError, OSError: wrong input, exit status 2 of the command line.
+    """
+    from .manifest import MANIFEST, add_digests
+    from .verify import verify_conversion
+    from .verify_report import as_markdown, as_text
+
+    if options.markdown is not None and not Path(options.markdown).resolve().parent.is_dir():
+        raise FileNotFoundError(f"--markdown {options.markdown}: there is no such folder")
+    report = verify_conversion(
+        options.source,
+        options.output,
+        text=options.text,
+        tokens=options.tokens,
+        report=options.json,
+        dtype=options.dtype,
+        seed=options.seed,
+    )
+    print(as_text(report))
+    if options.markdown is not None:
+        Path(options.markdown).write_text(as_markdown(report), encoding="utf-8")
+    if options.record_digests and report["passed"] and (Path(options.output) / MANIFEST).exists():
+        for name in add_digests(options.output):
+            print(f"digest recorded: {name}")
+    return 0 if report["passed"] else 1

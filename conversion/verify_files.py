@@ -1,0 +1,166 @@
+"""What a converted folder holds against what its source holds, tensor by tensor and without building a model.
+
+Every tensor is read in blocks of rows, so memory does not depend on the size of the model.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tnt_hf import TNTConfig
+
+from .families import FAMILIES, tnt_config
+from .source import StoredTensor, read_source
+
+
+BLOCK = 1 << 23  # elements read at once
+NAMED = 5  # names shown where there are many
+# Fields of TNTConfig that change what the base computes.
+BASE_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+    "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "attention_output_gate", "num_persistent_tokens",
+    "variant",
+)  # fmt: skip
+
+
+class Shards:
+    """The tensors of a checkpoint folder, by name and in blocks of rows.
+
+    Raises:
+        ValueError, OSError: files that are missing, damaged or do not fit together, see [`read_source`].
+    """
+
+    def __init__(self, folder: Path):
+        self._tensors = read_source(folder).tensors
+        self._open = cache(lambda path: safe_open(path, framework="pt"))
+
+    def names(self) -> list[str]:
+        """Of all tensors, sorted."""
+        return sorted(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor."""
+        return self._at(name).shape
+
+    def _at(self, name: str) -> StoredTensor:
+        if name not in self._tensors:
+            raise ValueError(f"tensor {name!r} is missing")
+        return self._tensors[name]
+
+    def blocks(self, name: str, first: int = 0, rows: int | None = None) -> Iterator[Tensor]:
+        """The tensor's rows `first` to `first + rows` (all by default) in consecutive blocks."""
+        shape, file = self.shape(name), self._open(self._at(name).path)
+        if not shape:
+            yield file.get_tensor(name)
+            return
+        end = shape[0] if rows is None else first + rows
+        step = max(1, BLOCK // max(1, math.prod(shape[1:])))
+        part = file.get_slice(name)
+        for start in range(first, end, step):
+            yield part[start : min(start + step, end)]
+
+
+def is_memory(name: str) -> bool:
+    """Whether a tensor belongs to a memory and not to the base."""
+    return ".memory." in name
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype agree in every bit; NaN equals NaN, 0 does not equal -0."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.shape == b.shape and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def check_finite(output: Path) -> tuple[bool, dict[str, Any]]:
+    """No tensor of the folder holds an infinite value or none at all."""
+    shards = Shards(output)
+    bad = [n for n in shards.names() if not all(bool(x.isfinite().all()) for x in shards.blocks(n))]
+    return not bad, {"tensors": len(shards.names()), "not_finite": len(bad), "names": bad[:NAMED]}
+
+
+def check_base_weights(source: Path, output: Path, model_type: str, tied: bool) -> tuple[bool, dict[str, Any]]:
+    """Every base tensor is the source's, bit by bit; of another dtype, the source's value rounded to it."""
+    ours, theirs = Shards(output), Shards(source)
+    base = {name for name in ours.names() if not is_memory(name)}
+    changed, missing, matched, worst = [], [], set(), 0.0
+    for name in theirs.names():
+        first = 0
+        for ours_name in _our_names(name, model_type):
+            if ours_name not in base:
+                optional = (tied and ours_name == "lm_head.weight") or ours_name.endswith("rotary_emb.inv_freq")
+                missing += [] if optional else [ours_name]
+                continue
+            matched.add(ours_name)
+            shape = ours.shape(ours_name)
+            expected = (shape[0], *theirs.shape(name)[1:]) if shape and ours_name != name else theirs.shape(name)
+            same = shape == expected
+            if same:
+                rows = shape[0] if shape else None
+                for a, b in zip(ours.blocks(ours_name), theirs.blocks(name, first, rows)):
+                    b = b.to(a.dtype)
+                    if not same_bits(a, b):
+                        same = False
+                        worst = max(worst, float((a.double() - b.double()).abs().max()))
+                first += rows or 0
+            changed += [] if same else [ours_name]
+    extra = sorted(base - matched - ({"lm_head.weight"} if tied else set()))
+    found = {"tensors": len(matched), "changed": len(changed), "missing": len(missing), "extra": len(extra)}
+    found |= {"max_abs": worst, "names": [*changed, *missing, *extra][:NAMED]}
+    return not (changed or missing or extra), found
+
+
+def _our_names(name: str, model_type: str) -> tuple[str, ...]:
+    """Our names for a tensor of the source, several where it is fused of consecutive rows."""
+    for end, parts in FAMILIES[model_type].fused.items():
+        if name.endswith(end):
+            return tuple(name.removesuffix(end) + part for part in parts)
+    return (name,)
+
+
+def check_config(source_config: Any, config: TNTConfig) -> tuple[bool, dict[str, Any]]:
+    """Every field that the base computes with is what the source's configuration says."""
+    wrong = {}
+    expected = tnt_config(source_config)
+    for name in BASE_FIELDS:
+        want, got = (_plain(getattr(c, name), name, c) for c in (expected, config))
+        if want != got:
+            wrong[name] = {"source": want, "result": got}
+    return not wrong, {"fields": len(BASE_FIELDS), "different": wrong}
+
+
+def _plain(value: Any, name: str, config: TNTConfig) -> Any:
+    if name == "attention_output_bias" and value is None:
+        return config.attention_bias
+    return {k: x for k, x in sorted(value.items()) if x is not None} if isinstance(value, dict) else value
+
+
+def unchanged_positions(source_config: Any, config: TNTConfig) -> int | None:
+    """Positions from the start at which every layer sees what it sees in the source; `None` if that is all of them."""
+    expected = tnt_config(source_config)
+    limit = None
+    for own, now in zip(_windows(expected), _windows(config)):
+        if own != now:
+            limit = min(x for x in (own, now, limit) if x is not None)
+    return limit
+
+
+def _windows(config: TNTConfig) -> list[int | None]:
+    return [config.sliding_window if "sliding" in kind else None for kind in config.layer_types]
+
+
+def memory_state(output: Path, config: TNTConfig) -> str:
+    """`"none"`, `"closed"` (every gate is at zero, so the result computes its attention alone) or `"open"`."""
+    if not config.memory_layer_indices:
+        return "none"
+    end = {"add": "gate.scale", "mix": "gate.weight", "product": "gate.proj.weight"}.get(config.memory_gate)
+    shards = Shards(output)
+    names = [f"model.layers.{i}.memory.{end}" for i in config.memory_layer_indices] if end else []
+    closed = names and all(not bool(block.count_nonzero()) for name in names for block in shards.blocks(name))
+    return "closed" if closed else "open"

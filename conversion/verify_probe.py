@@ -1,0 +1,54 @@
+"""The tokens both models are asked about: text through the source's tokenizer, and random ids."""
+
+import calendar
+import difflib
+import doctest
+import inspect
+import os
+import random
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+FEWEST = 16  # tokens
+
+
+def default_text() -> str:
+    """Text that is wherever Python is: the source of a few modules of its standard library, prose and code mixed."""
+    return "\n".join(inspect.getsource(module) for module in (difflib, doctest, random, calendar))
+
+
+def probe_ids(folder: Path, text: str | None, length: int, vocabulary: int, seed: int) -> tuple[Tensor, Tensor, str]:
+    """
+    Args:
+        folder: of the source. text: itself or the path of a file; `None` is [`default_text`]. length: tokens wanted.
+
+    Returns:
+        Text and random ids, both `[1, T]` with T at most `length`, and what the text is.
+
+    Raises:
+        ValueError: a text without tokenizer, too short, or with ids the model does not have.
+        OSError: the text's file cannot be read.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    random_ids = torch.randint(vocabulary, (2, length), generator=generator)
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        if text is not None:
+            raise ValueError(f"text={text[:40]!r}: the source has no tokenizer to read it with")
+        return random_ids[:1], random_ids[1:], "random ids (the source has no tokenizer)"
+    from transformers import AutoTokenizer
+
+    label, content = "standard library of Python", default_text() if text is None else text
+    if text is not None:
+        label = "text given"
+        if os.path.isfile(text):  # unlike Path.is_file it takes a text that is too long for a name
+            label, content = Path(text).name, Path(text).read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(folder)(content, return_tensors="pt")["input_ids"][:, :length]
+    if ids.shape[1] < FEWEST:
+        raise ValueError(f"text={content[:40]!r}: has {ids.shape[1]} tokens, a probe needs {FEWEST}")
+    if int(ids.max()) >= vocabulary:
+        raise ValueError(f"text={label!r}: the tokenizer gives id {int(ids.max())}, the model has {vocabulary}")
+    return ids, random_ids[1:, : ids.shape[1]], label
