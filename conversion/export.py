@@ -21,7 +21,7 @@ from .families import FAMILIES, family_of, tnt_config
 from .injected_attention import is_injected
 from .injection_config import LiZAConfig, TNTInjectionConfig
 from .manifest import MANIFEST, file_entry, write_manifest
-from .shards import sha256, sync
+from .shards import flush, sha256
 from .staging import Staging, check_target
 
 
@@ -91,8 +91,7 @@ def export_injected(
         (staging.folder / "README.md").write_text(_card(model, config, target.name), encoding="utf-8")
         files = {}
         for path in sorted(x for x in staging.folder.rglob("*") if x.is_file()):
-            with path.open("r+b") as file:
-                sync(file)
+            flush(path)
             files[path.relative_to(staging.folder).as_posix()] = file_entry(path, "written", sha256(path))
         about = {"tnt_hf": __version__, "exported_from": model.config.model_type, "dtype": str(config.dtype)}
         write_manifest(staging.folder, files, about | {"injection": model.config.tnt_injection})
