@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tnt_hf.cli import LATER, main
 
@@ -24,14 +26,33 @@ def commands() -> list[str]:
     return [line for line in lines if line]
 
 
-def test_python_blocks_run_in_order(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    namespace: dict = {}
-    for number, block in enumerate(blocks("python"), 1):
-        exec(compile(block, f"README.md, python block {number}", "exec"), namespace)
+@pytest.fixture(scope="module")
+def after(tmp_path_factory):
+    """The folder in which all python blocks have run, and their variables."""
+    folder, namespace = tmp_path_factory.mktemp("readme"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for number, block in enumerate(blocks("python"), 1):
+            exec(compile(block, f"README.md, python block {number}", "exec"), namespace)
+    return folder, namespace
+
+
+def test_python_blocks_run_in_order(after):
+    folder, namespace = after
     assert namespace["second"].shape[1] == namespace["question"].shape[1] + 20
     assert all(layer.isfinite().all() for layer in namespace["surprise"])
-    assert (tmp_path / "my-tnt" / "modeling_tnt.py").is_file()
+    assert (folder / "my-tnt" / "modeling_tnt.py").is_file()
+
+
+def test_conversion_and_injection_are_exact_as_claimed(after):
+    folder, namespace = after
+    source = AutoModelForCausalLM.from_pretrained(folder / "llama").eval()
+    ids = torch.arange(16)[None]
+    with torch.inference_mode():
+        logits = source(ids).logits
+        assert torch.equal(namespace["hybrid"].eval()(ids).logits, logits)
+        assert torch.equal(namespace["source"].eval()(ids).logits, logits)
+        assert not torch.equal(namespace["again"].eval()(ids).logits, logits)
 
 
 def test_the_session_goes_on_where_it_stopped(tmp_path, monkeypatch):
@@ -44,11 +65,11 @@ def test_the_session_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert whole.equal(namespace["second"])
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c.startswith("tnt ")])
-def test_commands_run(command, capsys):
-    name, *arguments = shlex.split(command)
-    assert main(arguments) == 0
-    assert capsys.readouterr().out
+def test_commands_run(after, monkeypatch, capsys):
+    monkeypatch.chdir(after[0])
+    for command in (shlex.split(c) for c in commands() if c.startswith("tnt ")):
+        assert main(command[1:]) == 0, command
+        assert capsys.readouterr().out, command
 
 
 def test_make_targets_exist_and_ci_runs_the_test_command():
