@@ -1,4 +1,4 @@
-"""The models of the demo and the four trainings, each of which runs in a process of its own.
+"""The models of the text and recall parts and their four trainings, each of which runs in a process of its own.
 
 Axis legend: N windows or samples   T tokens of a window   V vocabulary
 """
@@ -196,7 +196,16 @@ def recall_hits(model, samples: dict):
     return (best == labels)[scored], distance[scored]
 
 
-# ------------------------------------------------------------------------- the four jobs, each a process of its own
+# ------------------------------------------------------------------------------ the jobs, each a process of its own
+
+
+def shuffled(train, count: int, seed: int):
+    """`count` windows `[count, T]` in a random order that `seed` fixes, every one once before any comes again."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    rounds = [torch.randperm(len(train), generator=generator) for _ in range(-(-count // len(train)))]
+    return train[torch.cat(rounds)[:count]]
 
 
 class Job:
@@ -216,7 +225,7 @@ class Job:
         """Times a phase; yields the function that reports its progress as (step, steps, loss)."""
         start = time.perf_counter()
         yield lambda step, steps, loss: self.reports.put((f"{self.name}, {name}", step, steps, loss))
-        self.seconds[name] = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def train_text(memory: bool, plan: Plan, vocab_size: int, train, held_out, output: Path, reports) -> dict:

@@ -83,10 +83,10 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def text_result(losses: np.ndarray, bytes_per_token: float) -> dict:
+def text_result(losses: np.ndarray, bytes_per_token: float, positions=POSITIONS) -> dict:
     """Perplexity and bits per byte of losses `[N, T - 1]` (entry t is of token t + 1), and perplexity by position."""
     mean = float(losses.mean())
-    ranges = {f"{a}-{(b or losses.shape[1] + 1) - 1}": losses[:, a - 1 : b and b - 1] for a, b in POSITIONS}
+    ranges = {f"{a}-{(b or losses.shape[1] + 1) - 1}": losses[:, a - 1 : b and b - 1] for a, b in positions}
     return {
         "perplexity": math.exp(mean),
         "bits_per_byte": mean / math.log(2) / bytes_per_token,
@@ -118,52 +118,50 @@ def recall_result(job: dict, bins: int = 6) -> list[dict]:
     return rows
 
 
-def write_results(output: Path, facts: dict, done: dict) -> dict:
-    """Collects everything in one dictionary and writes `results.json`."""
-    text = {name: done[f"text, {name}"] for name in ("TNT", "window only")}
-    recall = {name: done[f"recall, {name}"] for name in ("TNT", "window only")}
-    losses = {**text["TNT"]["held_out"], **text["window only"]["held_out"]}
-    plan = facts["plan"]
-    per_step = plan["batch_size"] * plan["length"]
-    tokens = {
-        "stage 1": plan["stage1_steps"] * per_step,
-        "stage 2": (plan["stage1_steps"] + plan["stage2_steps"]) * per_step,
-    }
+def text_results(done: dict, plan, bytes_per_token: float) -> dict:
+    """Both text models on the held-out windows, by stage: `plan` is the one they were trained by."""
+    losses = {**done["text, TNT"]["held_out"], **done["text, window only"]["held_out"]}
+    per_step = plan.batch_size * plan.length
+    tokens = {"stage 1": plan.stage1_steps * per_step, "stage 2": plan.text_steps * per_step}
     tokens |= {"stage 1 at C_L = 1": tokens["stage 1"], "window only": tokens["stage 2"]}
-    beyond = {name: float(job["hit"][job["distance"] > job["reach"]].mean()) for name, job in recall.items()}
-    results = {
-        **facts,
+    return {
+        "bytes_per_token": bytes_per_token,
         "text": {
-            name: {**text_result(x, facts["bytes_per_token"]), "train_tokens": tokens[name]}
-            for name, x in losses.items()
+            name: {**text_result(x, bytes_per_token), "train_tokens": tokens[name]} for name, x in losses.items()
         },
         "text_difference_to_window_only": {
             name: difference(x, losses["window only"]) for name, x in losses.items() if name != "window only"
         },
-        "recall": {name: recall_result(job) for name, job in recall.items()},
-        "recall_beyond_attention": {
-            **beyond,
-            "chance": recall["TNT"]["chance"],
-            "from_distance": recall["TNT"]["reach"] + 1,
-        },
-        "jobs": {
-            name: {key: job[key] for key in ("parameters", "stage2_parameters", "seconds", "config") if key in job}
-            for name, job in done.items()
-        },
     }
+
+
+def recall_results(done: dict) -> dict:
+    """Both recall models: accuracy by distance, and beyond what attention reaches."""
+    recall = {name: done[f"recall, {name}"] for name in ("TNT", "window only")}
+    beyond = {name: float(job["hit"][job["distance"] > job["reach"]].mean()) for name, job in recall.items()}
+    reach = {"chance": recall["TNT"]["chance"], "from_distance": recall["TNT"]["reach"] + 1}
+    return {
+        "recall": {name: recall_result(job) for name, job in recall.items()},
+        "recall_beyond_attention": beyond | reach,
+    }
+
+
+def job_facts(job: dict) -> dict:
+    """Sizes, tokens, seconds and configuration of a job, for results.json."""
+    keys = ("parameters", "trained_parameters", "stage2_parameters", "train_tokens", "seconds", "config")
+    return {key: job[key] for key in keys if key in job}
+
+
+def write_results(output: Path, results: dict) -> None:
+    """Writes `results.json`."""
     (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    return results
 
 
-def draw(output: Path, results: dict, done: dict) -> None:
-    """Writes loss.png, perplexity.png and recall.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
+def draw_text(output: Path, results: dict, done: dict) -> None:
+    """Writes loss.png and perplexity.png."""
     from matplotlib import pyplot
 
     plan = results["plan"]
-
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, label in (("text, TNT", "TNT"), ("text, window only", "window only")):
         losses = np.array(done[name]["losses"])
@@ -173,7 +171,7 @@ def draw(output: Path, results: dict, done: dict) -> None:
         axes.plot(tokens, smooth, label=f"{label} (mean of {width} steps)")
     axes.axvline(results["text"]["stage 1"]["train_tokens"] / 1e3, color="grey", linestyle=":", label="stage 2 begins")
     axes.set(xlabel="training tokens (thousands)", ylabel="training loss (nats per token)", title="Training")
-    _finish(figure, axes, output / "loss.png")
+    finish(figure, axes, output / "loss.png")
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, losses in {**done["text, TNT"]["held_out"], **done["text, window only"]["held_out"]}.items():
@@ -187,7 +185,12 @@ def draw(output: Path, results: dict, done: dict) -> None:
     axes.set(
         xlabel="position in the window of text (tokens)", ylabel="held-out perplexity", title="Held-out perplexity"
     )
-    _finish(figure, axes, output / "perplexity.png")
+    finish(figure, axes, output / "perplexity.png")
+
+
+def draw_recall(output: Path, results: dict, done: dict) -> None:
+    """Writes recall.png."""
+    from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, rows in results["recall"].items():
@@ -202,10 +205,11 @@ def draw(output: Path, results: dict, done: dict) -> None:
         ylim=(0, 1),
         title="Recall by distance",
     )
-    _finish(figure, axes, output / "recall.png")
+    finish(figure, axes, output / "recall.png")
 
 
-def _finish(figure, axes, path: Path) -> None:
+def finish(figure, axes, path: Path) -> None:
+    """Adds the legend, writes the picture and closes it."""
     from matplotlib import pyplot
 
     axes.legend(fontsize="small")
@@ -214,7 +218,8 @@ def _finish(figure, axes, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _table(rows: list[list]) -> list[str]:
+def table(rows: list[list]) -> list[str]:
+    """Lines with the first column aligned to the left and numbers to the right."""
     cells = [
         [f"{x:.3f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in row] for row in rows
     ]
@@ -222,8 +227,8 @@ def _table(rows: list[list]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
 
 
-def summary(results: dict) -> str:
-    """What is printed at the end."""
+def text_summary(results: dict) -> list[str]:
+    """The table of the text part."""
     text, jobs, plan = results["text"], results["jobs"], results["plan"]
     ranges = list(text["window only"]["perplexity_by_position"])
     rows = [["", "perplexity", "bits/byte", *(f"tokens {name}" for name in ranges), "parameters", "trained on tokens"]]
@@ -232,26 +237,35 @@ def summary(results: dict) -> str:
         rows.append([name if twin else f"TNT {name}", row["perplexity"], row["bits_per_byte"]])
         rows[-1] += row["perplexity_by_position"].values()
         rows[-1] += [jobs["text, window only" if twin else "text, TNT"]["parameters"], row["train_tokens"]]
-    lines = ["", f"Held-out perplexity, {plan['held_out_windows']} windows of {plan['length']} tokens", *_table(rows)]
+    lines = ["", f"Held-out perplexity, {plan['held_out_windows']} windows of {plan['length']} tokens", *table(rows)]
     for name in ("stage 1", "stage 2"):
         gap = results["text_difference_to_window_only"][name]
         lines.append(
             f"TNT {name} against window only: {gap['mean']:+.4f} nats per token (minus: better),"
             f" standard error {gap['standard_error']:.4f}"
         )
+    return lines
 
+
+def recall_summary(results: dict) -> list[str]:
+    """The table of the recall part."""
     recall, beyond = results["recall"], results["recall_beyond_attention"]
     rows = [["distance in tokens", *(f"{row['from']}-{row['to']}" for row in recall["TNT"]), "parameters"]]
     for name, bins in recall.items():
-        rows.append([name, *(row["accuracy"] for row in bins), jobs[f"recall, {name}"]["parameters"]])
+        rows.append([name, *(row["accuracy"] for row in bins), results["jobs"][f"recall, {name}"]["parameters"]])
     reach = beyond["from_distance"] - 1
-    lines += ["", f"Recall: accuracy by distance. Chance {beyond['chance']:.3f}; attention reaches {reach} tokens"]
-    lines += _table(rows)
+    return ["", f"Recall: accuracy by distance. Chance {beyond['chance']:.3f}; attention reaches {reach} tokens"] + (
+        table(rows)
+    )
 
-    seconds = (f"{name} {sum(job['seconds'].values()):.0f}" for name, job in jobs.items())
-    lines += ["", f"Seconds: {results['seconds']:.0f} in all; {', '.join(seconds)}"]
-    lines += ["", "Written by the stage-2 model:", *("    " + line for line in results["sample"].splitlines()), ""]
+
+def closing(results: dict) -> list[str]:
+    """Seconds, a sample of the text model and every check."""
+    seconds = (f"{name} {sum(job['seconds'].values()):.0f}" for name, job in results["jobs"].items())
+    lines = ["", f"Seconds: {results['seconds']:.0f} in all; {'; '.join(seconds)}", ""]
+    if "sample" in results:
+        lines += ["Written by the stage-2 model:", *("    " + line for line in results["sample"].splitlines()), ""]
     for name, held in results["checks"].items():
-        verdict = "yes" if held else "NO: the checkpoint does not reproduce the model"
+        verdict = "yes" if held else "NO: this is not the model that was saved, or a promise of the conversion fails"
         lines.append(f"{name.replace('_', ' ')}: {verdict}")
-    return "\n".join(lines)
+    return lines

@@ -3,6 +3,7 @@
 import json
 import sysconfig
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -150,6 +151,28 @@ def test_a_plan_scales_with_its_budget():
 # --- the whole thing ------------------------------------------------------------------------------------------------
 
 
+def test_jobs_wait_for_what_they_need_and_failures_surface(tmp_path):
+    first, second, third, missing = (tmp_path / name for name in ("first", "second", "third", "missing"))
+    first.mkdir()
+    # A job is any importable function; the queue of reports, its last argument, is a true `symlinks` here.
+    jobs = {"c": (copytree, second, third), "b": (copytree, first, second)}
+    assert demo.run_jobs(jobs, 2, {"c": "b"}) == {"c": third, "b": second}
+    with pytest.raises(FileNotFoundError, match="missing"):
+        demo.run_jobs({"a": (copytree, missing, third), "b": (copytree, first, second)}, 1, {"b": "a"})
+
+
+@pytest.mark.slow
+def test_a_short_run_of_the_conversion_part(sources, tmp_path, capsys):
+    output = tmp_path / "out"
+    arguments = ["--only", "conversion", "--budget", "4", "--corpus", str(sources), "--output", str(output)]
+    assert demo.main(arguments) == 0
+    assert {path.name for path in output.iterdir()} == {"results.json", "conversion.png", "conversion"}
+    results = json.loads((output / "results.json").read_text())["conversion"]
+    assert all(results["checks"].values()) and results["recovered"].keys() >= {"hybrid", "window + LoRA"}
+    assert (output / "conversion" / "hybrid" / "config.json").exists()
+    assert "recovered" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("wrong", ["--budget=0", "--workers=0"])
 def test_options_are_checked_before_any_work(wrong, tmp_path):
     with pytest.raises(ValueError, match=f"{wrong[:8]}.* 0"):
@@ -160,13 +183,14 @@ def test_options_are_checked_before_any_work(wrong, tmp_path):
 def test_a_short_run_trains_saves_reloads_and_reports(sources, tmp_path, capsys):
     output = tmp_path / "out"
     arguments = ["--budget", "2", "--workers", "1", "--corpus", str(sources), "--output", str(output)]
-    assert demo.main(arguments) == 0
+    assert demo.main([*arguments, "--only", "recall", "--only", "text"]) == 0
     names = {path.name for path in output.iterdir()}
     assert names == {"results.json", "loss.png", "perplexity.png", "recall.png", "checkpoint"}
 
     results = json.loads((output / "results.json").read_text())
     assert all(results["checks"].values()) and len(results["checks"]) == 3
     assert results["environment"]["packages"]["torch"] and results["command"].startswith("tnt demo --budget 2")
+    assert results["command"].endswith("--workers 1 --only text --only recall") and "conversion" not in results
     text = results["text"]
     assert text.keys() == {"stage 1", "stage 1 at C_L = 1", "stage 2", "window only"}
     assert text["stage 2"]["train_tokens"] == text["window only"]["train_tokens"] == 3 * 2 * 512

@@ -1,0 +1,274 @@
+"""The conversion part of the demo: its loss, its parameters, its attention, its shares, a tiny run of its jobs."""
+
+import json
+import queue
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from tnt_hf import TNTConfig, TNTForCausalLM
+from tnt_hf.recipes import blocked_attention
+from tnt_hf.recipes.data import IGNORED, Corpus
+from tnt_hf.recipes.demo_conversion import (
+    ConversionData,
+    ConversionPlan,
+    conversion_jobs,
+    measured_on,
+)
+from tnt_hf.recipes.demo_conversion_report import (
+    conversion_result,
+    conversion_summary,
+    draw_conversion,
+    recovered,
+)
+from tnt_hf.recipes.demo_report import job_facts
+from tnt_hf.recipes.distillation import (
+    RATES,
+    DistillationTrainer,
+    distil,
+    distillation_loss,
+    parameter_groups,
+    with_lora,
+)
+
+
+BACKBONE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.15,
+}
+
+
+def teacher(seed: int = 0):
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**BACKBONE)).eval()
+
+
+def student(memory_layers=None, seed: int = 0):
+    torch.manual_seed(seed)
+    config = TNTConfig(
+        **BACKBONE,
+        sliding_window=8,
+        memory_layers=memory_layers,
+        memory_depth=1,
+        global_chunk_size=8,
+        local_chunk_sizes=[4],
+        local_reset_interval=16,
+        qk_projection="none",
+    )
+    return TNTForCausalLM(config)
+
+
+def rows(count: int, length: int, seed: int = 1):
+    return torch.randint(BACKBONE["vocab_size"], (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+# --- attention in blocks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 64, 200])
+@pytest.mark.parametrize("length", [1, 63, 64, 150])
+def test_attention_in_blocks_is_the_librarys(length, window):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    mask = (distance >= 0) & (distance < (window or length))
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, scale=0.3).transpose(1, 2)
+    found, _ = blocked_attention.blocked_causal_attention(None, q, k, v, None, scaling=0.3, sliding_window=window)
+    weight = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    pairs = zip(*(torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (wanted, found)))
+    # float64 sums in another order
+    assert torch.allclose(found, wanted, atol=1e-12) and all(torch.allclose(*pair, atol=1e-12) for pair in pairs)
+
+
+def test_attention_in_blocks_refuses_what_it_would_ignore():
+    model = teacher()
+    model.set_attn_implementation(blocked_attention.register())
+    ids = rows(2, 9)
+    mask = torch.ones_like(ids)
+    model(input_ids=ids, attention_mask=mask, use_cache=False)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(input_ids=ids, attention_mask=mask, use_cache=False)
+    with torch.no_grad(), pytest.raises(ValueError, match="past_key_values.*9"):
+        model(input_ids=ids[:, :1], past_key_values=model(input_ids=ids, use_cache=True).past_key_values)
+    with pytest.raises(ValueError, match="dropout=0.1"):
+        x = torch.zeros(1, 1, 2, 4)
+        blocked_attention.blocked_causal_attention(None, x, x, x, None, dropout=0.1)
+
+
+# --- distillation ---------------------------------------------------------------------------------------------------
+
+
+def test_loss_is_the_kl_divergence_of_the_scored_predictions():
+    generator = torch.Generator().manual_seed(0)
+    mine, wanted = (torch.randn(2, 5, 7, generator=generator, dtype=torch.float32) for _ in range(2))
+    labels = torch.zeros(2, 5, dtype=torch.long)
+    labels[0, 3:] = IGNORED
+    labels[1, 0] = IGNORED  # predicted by nobody
+    total, count = 0.0, 0
+    for b in range(2):
+        for t in range(4):
+            if labels[b, t + 1] != IGNORED:
+                p, q = wanted[b, t].softmax(-1), mine[b, t].softmax(-1)
+                total, count = total + float((p * (p / q).log()).sum()), count + 1
+    assert count == 6
+    assert float(distillation_loss(mine, wanted, labels)) == pytest.approx(total / count, rel=1e-5)  # float32
+    assert float(distillation_loss(mine, wanted, labels, 24)) == pytest.approx(total / 24, rel=1e-5)
+    assert float(distillation_loss(wanted, wanted, labels)) == 0
+
+
+@pytest.mark.parametrize(("memory_layers", "with_memory"), [(None, {0, 1}), ([1], {1}), ([], set())])
+def test_lora_and_memory_are_all_that_learns(memory_layers, with_memory):
+    model = with_lora(student(memory_layers), rank=3)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    lora = {name for name in names if "lora_" in name}
+    assert all(".self_attn." in name for name in lora) and len(lora) == 2 * 4 * 2
+    layers = {int(name.split(".layers.")[1][0]) for name in set(names) - lora}
+    assert layers == with_memory and all(".memory." in name for name in set(names) - lora)
+    kinds = {group["kind"]: group["lr"] for group in parameter_groups(model, RATES)}
+    assert kinds == {kind: RATES[kind] for kind in (RATES if with_memory else ("lora",))}
+    counted = sum(p.numel() for group in parameter_groups(model, RATES) for p in group["params"])
+    assert counted == model.get_nb_trainable_parameters()[0]
+
+
+def test_a_parameter_without_a_rate_is_an_error():
+    with pytest.raises(ValueError, match="embed_tokens"):
+        parameter_groups(student(), RATES)
+    with pytest.raises(ValueError, match="kind is 'gate'"):
+        parameter_groups(with_lora(student()), {kind: 1e-3 for kind in RATES if kind != "gate"})
+
+
+def trained(tmp_path, batch_size: int, **changes):
+    model = with_lora(student(), rank=2)
+    losses = distil(
+        model, teacher(), rows(8, 21), batch_size, 0, lambda *_: None, str(tmp_path), bf16=False, **changes
+    )
+    return model, losses
+
+
+def test_merged_model_is_the_trained_one(tmp_path):
+    start = student().state_dict()
+    model, losses = trained(tmp_path, 2)
+    assert len(losses) == 4 and all(np.isfinite(losses))
+    ids = rows(2, 30, seed=5)
+    model.eval()
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        merged = model.merge_and_unload()
+        found = merged(input_ids=ids).logits
+    assert type(merged) is TNTForCausalLM
+    # float32: W x + B A x against (W + B A) x, logits of order 1
+    assert float((wanted - found).abs().max()) < 1e-4
+    changed = {name for name, x in merged.state_dict().items() if not torch.equal(x, start[name])}
+    assert changed and all(".memory." in n or ".self_attn." in n for n in changed)
+    assert {n for n in start if ".memory." in n and "proj" in n} <= changed
+
+
+def test_a_step_does_not_depend_on_how_it_is_cut_into_batches(tmp_path):
+    _, losses = trained(tmp_path, 4, max_steps=2)
+    _, other = trained(tmp_path, 2, max_steps=2, gradient_accumulation_steps=2)
+    # float32 sums in another order; accumulation counted twice would double the loss
+    assert losses == pytest.approx(other, rel=1e-4)
+
+
+def test_a_loss_that_is_no_number_ends_the_training(tmp_path):
+    broken = teacher()
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(torch.nan)
+    model = with_lora(student())
+    with pytest.raises(RuntimeError, match="step 1: loss nan"):
+        distil(model, broken, rows(4, 9), 2, 0, lambda *_: None, str(tmp_path), bf16=False)
+
+
+def test_the_teacher_is_frozen(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    trainer = DistillationTrainer(with_lora(student()), arguments, teacher=teacher().train())
+    assert not trainer.teacher.training and not any(p.requires_grad for p in trainer.teacher.parameters())
+
+
+# --- report ---------------------------------------------------------------------------------------------------------
+
+
+def test_shares_follow_from_the_losses():
+    noise = np.random.default_rng(0).normal(0, 0.1, (40, 6))
+    source, window = np.log(8.0) + noise, np.log(12.0) + noise
+    scale = float(np.exp(noise.mean()))  # perplexities 8, 12 and 9 times this
+    result = recovered(np.log(9.0) + noise, source, window)
+    assert scale > 0 and result["perplexity"] == pytest.approx(3 / 4)
+    assert result["loss"] == pytest.approx(np.log(12 / 9) / np.log(12 / 8))
+    assert result["perplexity_standard_error"] < 1e-9  # every window lost and regained the same
+    assert recovered(window, source, window)["perplexity"] == 0 and recovered(source, source, window)["loss"] == 1
+    assert recovered(np.log(13.0) + noise, source, window)["perplexity"] < 0
+    uneven = np.log(9.0) + np.random.default_rng(1).normal(0, 0.5, (40, 6))
+    assert 0.02 < recovered(uneven, source, window)["loss_standard_error"] < 0.5
+
+
+def test_students_see_a_tenth_of_the_sources_tokens():
+    for plan in (ConversionPlan(), ConversionPlan().scaled(0.5), ConversionPlan().scaled(0.01)):
+        seen = plan.steps * plan.batch_size / (plan.teacher_steps * plan.teacher_batch_size)
+        assert seen == pytest.approx(plan.share, rel=0.2 if plan.teacher_steps < 20 else 1e-3)
+    assert ConversionPlan().scaled(1) == ConversionPlan()
+
+
+def test_results_are_measured_on_files_no_setting_was_chosen_on():
+    texts = {f"package/module_{i}.py": "" for i in range(400)}
+    half = measured_on(texts)
+    assert 150 < len(half) < 250 and measured_on(half) == half and list(half) == [n for n in texts if n in half]
+
+
+# --- the jobs -------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_train_convert_verify_distil_and_reload(tmp_path):
+    text = {f"{i}.py": "\n".join(f"value_{i}_{j} = call({j * j}, name)" for j in range(60)) for i in range(4)}
+    corpus = Corpus(train=text, held_out={"held.py": text["1.py"].replace("call", "other")})
+    plan = ConversionPlan(
+        vocab_size=300,
+        length=96,
+        teacher_steps=4,
+        teacher_batch_size=4,
+        share=0.5,
+        held_out_windows=4,
+        probe_characters=2000,
+        verify_characters=400,
+    )
+    data = ConversionData.of(plan, corpus, corpus.held_out)
+    jobs, after = conversion_jobs(plan, data, tmp_path)
+    assert set(after.values()) == {"conversion, source"} and set(jobs) - set(after) == {"conversion, source"}
+    reports = queue.SimpleQueue()
+    done = {name: function(*arguments, reports) for name, (function, *arguments) in jobs.items()}
+    assert not reports.empty()
+
+    result = conversion_result(done, plan, bytes_per_token=2.0)
+    assert len(result["checks"]) == 3 * 5 and all(result["checks"].values())
+    source, window = (done["conversion, source"]["held_out"], done["conversion, window + LoRA"]["held_out"])
+    assert np.allclose(source[:, : plan.window - 1], window["converted"][:, : plan.window - 1], atol=1e-5)  # float32
+    assert not np.allclose(source, window["converted"], atol=1e-3)
+    assert np.allclose(source, done["conversion, source + LoRA"]["held_out"]["converted"], atol=1e-5)
+    for hybrid, control in (("hybrid", "window + LoRA"), ("hybrid, one full layer", "one full layer + LoRA")):
+        both = [done[f"conversion, {name}"] for name in (hybrid, control)]
+        assert np.allclose(both[0]["held_out"]["converted"], both[1]["held_out"]["converted"], atol=1e-5)
+        assert both[0]["train_tokens"] == both[1]["train_tokens"] == 4 * 2 * 96
+        assert both[0]["parameters"] > both[1]["parameters"] == done["conversion, source"]["parameters"]
+        assert len(both[0]["losses"]) == plan.steps and both[0]["trained_parameters"] > both[1]["trained_parameters"]
+    assert result["recovered"].keys() == result["text"].keys() - {"source", "window only"}
+    assert len(result["full_attention_layers"]) == 1
+
+    facts = {name: job_facts(job) for name, job in done.items()}
+    lines = conversion_summary({"conversion": result, "jobs": facts})
+    assert json.loads(json.dumps([result, facts])) and any("15 of 15" in line for line in lines)
+    draw_conversion(tmp_path, {"conversion": result}, done)
+    assert (tmp_path / "conversion.png").stat().st_size > 10_000
