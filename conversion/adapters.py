@@ -134,6 +134,8 @@ def get_tptt_model(
         if renamed := [name for name in config if name in TPTT_NAMES]:
             raise ValueError(f"config[{renamed[0]!r}]: is {TPTT_NAMES[renamed[0]]} here.")
         config = injection_from_dict({"kind": LiZAConfig.kind, **config})
+    elif not isinstance(config, (LiZAConfig, TNTInjectionConfig)):
+        raise ValueError(f"config: must be a LiZAConfig, a TNTInjectionConfig or a dict, not {type(config).__name__}.")
     lora = {} if lora is None else lora
     if not isinstance(lora, dict):
         raise ValueError(f"lora={type(lora).__name__}: must be a dict of LoraConfig's fields or None.")

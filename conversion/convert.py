@@ -30,6 +30,7 @@ from tnt_hf.conversion.writer import Writer
 
 
 LINKS = ("auto", "link", "copy")
+READ = 2**30  # bytes of linked shards that are read without being asked to: a few seconds
 
 
 def convert_checkpoint(
@@ -45,7 +46,7 @@ def convert_checkpoint(
     seed: int = 0,
     max_shard_size: str | int = "5GB",
     progress: bool = True,
-    check: bool = False,
+    check: bool | None = None,
     revision: str | None = None,
     say: Callable[[str], object] | None = None,
     **fields: Any,
@@ -72,8 +73,8 @@ def convert_checkpoint(
         seed: of the few tensors that start at random.
         max_shard_size: of shards written anew.
         progress: show a bar, in bytes.
-        check: read linked shards too, for their SHA-256 and to find nan and infinity. What is copied or written is
-            always read.
+        check: read linked shards too, for their SHA-256 and to find nan and infinity; by default up to 1 GiB of them.
+            What is copied or written is always read.
         say: told what happens, one line each; by default nothing is.
         fields: of [`TNTConfig`]'s memory, such as `memory_layers=[0, 2]` or `global_chunk_size=256`.
 
@@ -86,6 +87,9 @@ def convert_checkpoint(
     """
     say = say or (lambda line: None)
     count = _check_settings(link, seed, window, keep_full_attention, probe)
+    for name, value in (("overwrite", overwrite), ("check", False if check is None else check)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: must be True or False")
     most, cast = parse_size(max_shard_size), stored_dtype(dtype)
     folder, target = locate(source, revision), Path(output).resolve()
     _check_apart(folder, target)
@@ -138,6 +142,8 @@ def convert_checkpoint(
         },
         "asked": {"keep_full_attention": keep_full_attention, "probe": probe_name(probe), "link": link},
     }
+    if check is None:
+        check = sum(path.stat().st_size for path in checkpoint.shards.values()) <= READ
     with Staging(target, overwrite, say) as staging:
         writer = Writer(checkpoint, staging.folder, link, check, progress, say)
         writer.weights(*base_shards(checkpoint, tensors, cast, most), memory)
@@ -161,6 +167,8 @@ def _check_settings(link, seed, window, keep, probe) -> int:
     if window is None and (keep is not None or probe is not None):
         name, value = ("probe", probe) if keep is None else ("keep_full_attention", keep)
         raise ValueError(f"{name}={value!r}: needs a window; without one every layer keeps the source's attention")
+    if not isinstance(probe, str | os.PathLike | None):
+        raise ValueError(f"probe={probe!r}: must be a text or the path of a text file")
     if keep is None or not isinstance(keep, str):
         return 0
     match = re.fullmatch(r"auto:([1-9]\d*)", keep)

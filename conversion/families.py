@@ -29,12 +29,14 @@ class Family:
         fused: end of a source tensor's name -> our names for its consecutive row blocks.
         harmless: fields beyond Llama's that `translate` reads, or that do not change what is computed.
         tokenizer: slow and fast tokenizer share this name; used where the source's files do not name one.
+        partial_rotary: whether `partial_rotary_factor` means something to it.
     """
 
     translate: Callable[[PreTrainedConfig], dict[str, Any]]
     tokenizer: str
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
+    partial_rotary: bool = False
 
 
 def _llama(config: PreTrainedConfig) -> dict[str, Any]:
@@ -86,6 +88,7 @@ FAMILIES = {
         },
         # Dropout acts in training only; the length only matters to the RoPE types refused above.
         harmless=frozenset({"sliding_window", "resid_pdrop", "embd_pdrop", "original_max_position_embeddings"}),
+        partial_rotary=True,
     ),
 }  # fmt: skip
 
@@ -107,7 +110,8 @@ DESCRIPTIVE = frozenset({
     "return_dict", "output_hidden_states", "output_attentions", "id2label", "label2id", "num_labels", "problem_type",
     "task_specific_params", "chunk_size_feed_forward", "tokenizer_class", "tie_last_hidden_states", "name_or_path",
     "attn_implementation", "is_heterogeneous", "rope_theta", "rope_scaling", "unsloth_fixed", "unsloth_version",
-    "model_max_length", "max_sequence_length", "tokenizer_model_max_length",
+    "model_max_length", "max_sequence_length", "tokenizer_model_max_length", "is_llama_config",
+    "transformers.js_config",
 })  # fmt: skip
 # Fields of TNTConfig that a conversion may set. The backbone is the source's.
 SETTABLE = frozenset({
@@ -133,7 +137,7 @@ def family_of(model_type: Any) -> Family:
     """
     if model_type == "tnt":
         raise ValueError("model_type='tnt': the source is a TNT model already")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type={model_type!r}: not supported; supported are {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 
@@ -183,8 +187,10 @@ def tnt_config(
     """
     family = family_of(getattr(source_config, "model_type", None))
     _refuse_what_is_not_understood(source_config, family)
-    if source_config.rope_parameters is None or "rope_type" not in source_config.rope_parameters:
-        raise ValueError(f"rope_parameters={source_config.rope_parameters!r}: must be one flat dict with a rope_type")
+    _check_rope(source_config, family)
+    padding, vocabulary = source_config.pad_token_id, source_config.vocab_size
+    if padding is not None and not -vocabulary <= padding < vocabulary:
+        raise ValueError(f"pad_token_id={padding}: vocab_size={vocabulary} has no such token")
     base = {name: copy.deepcopy(getattr(source_config, name)) for name in SAME}
     base["head_dim"] = getattr(source_config, "head_dim", None)
     base |= {"dtype": source_config.dtype} | family.translate(source_config)
@@ -203,12 +209,33 @@ def _refuse_what_is_not_understood(config: PreTrainedConfig, family: Family) -> 
     defaults = type(config)().to_dict()
     known = DESCRIPTIVE | family.harmless | set(SAME)
     for name, value in config.to_dict().items():
-        if name in known or name.startswith("_") or value is None or value is False or value == defaults.get(name):
+        if name in known or name.startswith("_") or value is None or value == defaults.get(name):
+            continue
+        if value is False and name != "is_causal":  # what is off does nothing; the library's masks ask for this one
             continue
         raise ValueError(
             f"{name}={value!r}: unknown for model_type={config.model_type!r}; what it changes would be lost. If it"
             " changes nothing, remove it from config.json"
         )
+
+
+def _check_rope(config: PreTrainedConfig, family: Family) -> None:
+    """RoPE of one kind for all layers, and numbers from which frequencies can be made."""
+    rope = config.rope_parameters
+    if rope is None or not isinstance(rope.get("rope_type"), str):
+        raise ValueError(f"rope_parameters={rope!r}: must be one flat dict with a rope_type")
+    for name, value in rope.items():
+        for number in value if isinstance(value, list) else [value]:
+            if name in ("rope_type", "type") or number is None or isinstance(number, bool):
+                continue
+            if not isinstance(number, int | float) or not math.isfinite(number):
+                raise ValueError(f"rope_parameters.{name}={value!r}: must be a finite number")
+    for name in ("rope_theta", "factor"):
+        if rope.get(name) is not None and rope[name] <= 0:
+            raise ValueError(f"rope_parameters.{name}={rope[name]!r}: must be positive")
+    if rope.get("partial_rotary_factor") not in (None, 1) and not family.partial_rotary:
+        factor = rope["partial_rotary_factor"]
+        raise ValueError(f"rope_parameters.partial_rotary_factor={factor!r}: {config.model_type} rotates all channels")
 
 
 def _attention(base: dict[str, Any], window: int | None, full_layers: list[int] | None) -> dict[str, Any]:
@@ -219,9 +246,11 @@ def _attention(base: dict[str, Any], window: int | None, full_layers: list[int] 
         if full_layers is not None:
             raise ValueError(f"full_attention_layers={full_layers!r}: needs a window for the other layers")
         return {"sliding_window": own, "layer_types": types}
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window < 2**31:
         raise ValueError(f"window={window!r}: must be a positive integer (tokens) or None")
-    keep = [] if full_layers is None else list(full_layers)
+    if not isinstance(full_layers, list | tuple | None):
+        raise ValueError(f"full_attention_layers={full_layers!r}: must be a list of layers")
+    keep = list(full_layers or ())
     bad = [i for i in keep if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count]
     if bad or len(set(keep)) < len(keep):
         raise ValueError(f"full_attention_layers={full_layers!r}: must be distinct layer indices in [0, {count})")
@@ -239,7 +268,7 @@ def _memory(base: dict[str, Any], window: int | None, fields: dict[str, Any]) ->
     size = memory.setdefault("global_chunk_size", window or base["sliding_window"] or DEFAULT_CHUNK)
     if "local_reset_interval" not in fields:
         sizes = memory["local_chunk_sizes"]
-        sizes = [sizes] if isinstance(sizes, int) else sizes
+        sizes = sizes if isinstance(sizes, list | tuple) else [sizes]
         if all(isinstance(n, int) and n > 0 for n in [size or 1, *sizes]):  # if not, TNTConfig says what is wrong
             # A reset loses nothing where the global memory has just written, and local chunks end there.
             memory["local_reset_interval"] = math.lcm(4 * (size or DEFAULT_CHUNK), *sizes)

@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .architectures import Architecture, Heads, architecture_of, memory_dtype
 from .injected_attention import PREFIX, enter_attention, enter_model, is_injected
 from .injected_tnt import build_tnt
-from .injection_config import LiZAConfig, TNTInjectionConfig
+from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
 from .liza import LiZAMemory
 from .schedules import mag_modules
 
@@ -112,14 +112,20 @@ def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:
     Change the window of attention beside the memories, for schedules; `None` is the model's own.
 
     Raises:
-        ValueError: a model without injected memory, or a length below 1 token.
+        ValueError: a model without injected memory, a length below 1 token, or one that leaves tokens visible to no
+            memory (see [`TNTConfig`]).
     """
     attentions = [module for module in model.modules() if is_injected(module)]
     if not attentions:
         raise ValueError("model: has no injected memory.")
-    settings = attentions[0].config.tnt_injection
-    cls = LiZAConfig if settings["kind"] == LiZAConfig.kind else TNTInjectionConfig
-    attentions[0].config.tnt_injection = cls.from_dict({**settings, "max_self_attn_length": length}).to_dict()
+    host, memory = attentions[0].config, attentions[0].memory
+    settings = {**host.tnt_injection, "max_self_attn_length": length}
+    # Sizes that followed the window stay as they are, also when the model is loaded again.
+    settings |= {name: getattr(memory.config, name) for name, value in settings.items() if value == "auto"}
+    config = injection_from_dict(settings)
+    if isinstance(config, TNTInjectionConfig):
+        config.memory_config(host)  # raises what loading would
+    host.tnt_injection = config.to_dict()
     for attention in attentions:
         attention.max_self_attn_length = length
 

@@ -93,9 +93,10 @@ def note_tokens(cache: Cache, count: int) -> None:
         ValueError: keys and values have gained or lost tokens of which the memory knows nothing.
     """
     if torch.compiler.is_compiling():
+        cache.tokens_remembered = None  # compiled code does not count
         return
-    past = cache.get_seq_length()
-    if past and past != (known := getattr(cache, "tokens_remembered", 0)):
+    past, known = cache.get_seq_length(), getattr(cache, "tokens_remembered", 0)
+    if past and known is not None and past != known:
         raise ValueError(
             f"past_key_values holds {past} tokens, its memory has seen {known}: it was changed elsewhere."
         )

@@ -2,6 +2,7 @@
 TNT's hierarchical memory. Both go through JSON unchanged, as `model.config.tnt_injection`."""
 
 import math
+import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from .architectures import Heads
 
 OPERATORS = ("delta_rule", "gated_delta_rule", "delta_product", "linear")
 FEATURE_MAPS = ("silu-l2", "elu+1", "softmax", "identity")
+UNBOUNDED = ("elu+1", "identity")  # keys may be longer than 1
 CHOICES = {
     "operator": OPERATORS,
     "feature_map": FEATURE_MAPS,
@@ -87,7 +89,8 @@ class LiZAConfig(_Injection):
     Args:
         operator: `"delta_rule"`, `"gated_delta_rule"`, `"delta_product"` or `"linear"`, see
             [`~conversion.linear_attention.linear_attention`].
-        feature_map: of q and k: `"silu-l2"`, `"elu+1"`, `"softmax"` or `"identity"`.
+        feature_map: of q and k: `"silu-l2"`, `"elu+1"`, `"softmax"` or `"identity"`. Delta rules diverge where
+            beta |k|^2 > 2, which `"elu+1"` and `"identity"` do not rule out: a warning says so.
         weight: w in [0, 1] at first; 0 is the source model, bit for bit. Saved with the model, see `LiZACallback`.
         gate: writing strength beta (and alpha of `"gated_delta_rule"`) from the mean of the token's key
             (`"pooled"`, no parameters: beta = sigmoid(mean k), alpha = sigmoid(mean k)^(1/16)), or from a projection
@@ -126,6 +129,12 @@ class LiZAConfig(_Injection):
                 self._fail(name, "must be an integer of at least 1")
         if isinstance(self.weight, bool) or not isinstance(self.weight, (int, float)) or not 0 <= self.weight <= 1:
             self._fail("weight", "must be a number in [0, 1]")
+        if self.operator != "linear" and self.feature_map in UNBOUNDED:
+            warnings.warn(
+                f"LiZAConfig.feature_map={self.feature_map!r}: its keys can be long, and operator={self.operator!r}"
+                " diverges where beta |k|^2 > 2, to nan within a hundred tokens; 'silu-l2' and 'softmax' cannot.",
+                stacklevel=3,
+            )
 
 
 @dataclass

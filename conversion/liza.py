@@ -38,6 +38,11 @@ class LiZAMemory(nn.Module):
 
     def __init__(self, config: LiZAConfig, heads: Heads, layer_idx: int):
         super().__init__()
+        if not isinstance(config, LiZAConfig):
+            raise ValueError(
+                f"config={type(config).__name__}: must be a LiZAConfig; unlike TPTT's LiZAttention, this is put"
+                " beside an attention module, by inject(model, config)."
+            )
         self.config, self.layer_idx = config, layer_idx
         self.writes = config.num_writes if config.operator == "delta_product" else 1
         if self.writes > 1 and heads.head_dim % 2:
@@ -101,6 +106,7 @@ class LiZAMemory(nn.Module):
                 initial_state=None if cache is None else read_state(cache, self.layer_idx),
                 output_final_state=cache is not None,
                 implementation=config.implementation,
+                check_decay=False,  # a sigmoid; nan goes through, as it does in attention
             )
             if cache is not None:
                 write_state(cache, self.layer_idx, state)

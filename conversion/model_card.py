@@ -106,7 +106,7 @@ def front_matter(folder: Path) -> dict[str, Any]:
     match = re.match(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", text, re.DOTALL)
     try:
         found = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return {}  # a card nobody can read says nothing about the licence
     return found if isinstance(found, dict) else {}
 

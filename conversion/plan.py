@@ -29,7 +29,7 @@ class Shard:
 
 def parse_size(text: str | int) -> int:
     """Bytes of `"5GB"`, `"512 MiB"` or a number. Raises ValueError if it is not a positive size."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)?\s*", str(text), re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMGT]?i?B)?\s*", str(text), re.IGNORECASE)
     size = (
         int(float(match[1]) * UNITS[(match[2] or "B").upper()]) if match and (match[2] or "B").upper() in UNITS else 0
     )

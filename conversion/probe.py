@@ -31,7 +31,8 @@ def measure_window_errors(folder: Path, probe: str | os.PathLike, window: int, p
         raise ValueError(f"probe: {folder} has no tokenizer to read a text with ({reason})") from error
     ids = tokenizer(read_text(probe), return_tensors="pt", verbose=False)["input_ids"][:, :MAX_TOKENS]
     if ids.shape[1] <= window:
-        raise ValueError(f"probe: the text has {ids.shape[1]} tokens, which must be more than window={window}")
+        taken = "" if _is_file(probe) else f" ({probe_name(probe)!r} is no file, so it is the text)"
+        raise ValueError(f"probe: the text has {ids.shape[1]} tokens, which must be more than window={window}{taken}")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
     with torch.inference_mode():
         return window_errors(model.eval(), ids, window, print_progress if progress else None)
@@ -40,7 +41,10 @@ def measure_window_errors(folder: Path, probe: str | os.PathLike, window: int, p
 def read_text(probe: str | os.PathLike) -> str:
     """The content of the file `probe`, or `probe` itself if there is no file of that name."""
     if _is_file(probe):
-        return Path(probe).read_text(encoding="utf-8")
+        try:
+            return Path(probe).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"probe={str(probe)!r}: is no text in UTF-8 ({error})") from error
     if isinstance(probe, os.PathLike):
         raise FileNotFoundError(f"probe={str(probe)!r}: no such file")
     return probe

@@ -89,7 +89,11 @@ def locate(source: str | os.PathLike, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     small = [*COMPANIONS, "config.json", "adapter_config.json", INDEX, "README.md", "LICEN*", "NOTICE*", "USE_POLICY*"]
-    folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=[*small, f"{TEMPLATES}/*.jinja"]))
+    small.append(f"{TEMPLATES}/*.jinja")
+    try:
+        folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=small))
+    except OSError as error:  # explains itself in several lines, the first of which may not name the source
+        raise OSError(f"source={str(source)!r}: {' '.join(str(error).split())}") from error
     index = folder / INDEX
     # A repository may hold the weights twice, in other layouts; only what the index names is fetched.
     names = {SINGLE, *(read_index(index).values() if index.exists() else ())}
@@ -152,7 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError naming the file if it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is no valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must hold a JSON object, not {type(value).__name__}")
@@ -198,7 +202,8 @@ def _compare_with_index(folder: Path, shards: Iterable[str], tensors: dict[str, 
 
 
 def _companions(folder: Path) -> dict[str, Path]:
-    found = [path.name for path in folder.iterdir() if path.name in COMPANIONS or TEXTS.fullmatch(path.name)]
+    names = [path.name for path in folder.iterdir()]
+    found = [name for name in names if name in COMPANIONS or TEXTS.fullmatch(name) and not (folder / name).is_dir()]
     companions = {name: inside(folder, name) for name in sorted(found)}
     templates = folder / TEMPLATES
     if templates.is_dir():
@@ -226,11 +231,13 @@ def read_header(path: Path) -> list[StoredTensor]:
         text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_without_repetition)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: its header is damaged ({error})") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path}: its header is no JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError(f"{path}: the __metadata__ of its header is damaged")
     tensors, spans = [], []
     for name, entry in header.items():
         try:
@@ -238,7 +245,7 @@ def read_header(path: Path) -> list[StoredTensor]:
             whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"{path}: the header of tensor {name!r} is damaged") from error
-        if not whole:
+        if not whole or not isinstance(dtype, str):
             raise ValueError(f"{path}: the header of tensor {name!r} is damaged")
         if dtype in OTHER_DTYPES:
             raise ValueError(f"{path}: tensor {name!r} has dtype {dtype}; supported are {', '.join(ITEMSIZE)}")

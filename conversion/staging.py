@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tnt_hf.conversion.manifest import MANIFEST
+from tnt_hf.conversion.manifest import MANIFEST, read_manifest
 from tnt_hf.conversion.shards import flush
 
 
@@ -82,8 +82,8 @@ def check_target(target: Path, overwrite: bool) -> None:
     Whether a folder may appear at `target`.
 
     Raises:
-        FileExistsError: something is there: a file, or a folder with content that is no converted checkpoint or that
-            `overwrite` does not cover.
+        FileExistsError: something is there: a file, or a folder with content that is no converted checkpoint, that
+            `overwrite` does not cover or that the conversion did not write.
     """
     if not target.exists():
         return
@@ -91,12 +91,17 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise FileExistsError(errno.EEXIST, "exists and is no folder", str(target))
     if not any(target.iterdir()):
         return
-    if not (target / MANIFEST).is_file():
-        raise FileExistsError(
-            errno.EEXIST, f"holds files but no {MANIFEST}: not a conversion, never overwritten", str(target)
-        )
+    try:
+        ours = {MANIFEST, *read_manifest(target)["files"]}
+    except (OSError, ValueError) as error:
+        reason = f"holds files but no {MANIFEST} that can be read: not a conversion, never overwritten"
+        raise FileExistsError(errno.EEXIST, reason, str(target)) from error
     if not overwrite:
         raise FileExistsError(errno.EEXIST, "exists; overwrite=True (--overwrite) replaces it", str(target))
+    found = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_symlink() or path.is_file()}
+    if added := sorted(found - ours):
+        reason = f"holds {added[0]!r}, which no conversion wrote: never overwritten, move it away first"
+        raise FileExistsError(errno.EEXIST, reason, str(target))
 
 
 def clean_up(target: Path, say: Callable[[str], object]) -> None:
@@ -104,6 +109,8 @@ def clean_up(target: Path, say: Callable[[str], object]) -> None:
     if not target.parent.is_dir():
         return
     for root in sorted(target.parent.glob(f"{_escape(_prefix(target))}*")):
+        if root.is_symlink() or not root.is_dir():
+            continue
         if not (root / LOCK).is_file():
             if not any(root.iterdir()):
                 root.rmdir()  # killed before it held anything

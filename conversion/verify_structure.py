@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tnt_hf import TNTConfig
+
 from .verify_measures import difference, forward, in_pieces, padded
 
 
@@ -156,6 +158,18 @@ def _worst(found: list, tolerance: float) -> dict[str, Any]:
 
 
 # In the order of the report: name, promise, check.
+# Promises that a RoPE whose frequencies depend on the length breaks by its nature, in the source as well.
+OF_ANY_LENGTH = ("decode", "padding", "prefix")
+
+
+def steady_positions(config: TNTConfig) -> int | None:
+    """Tokens up to which the frequencies of RoPE do not depend on the length of the text; `None` if they never do."""
+    kind = config.rope_parameters["rope_type"]
+    if kind == "longrope":
+        return config.rope_parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+    return config.max_position_embeddings if kind == "dynamic" else None
+
+
 CHECKS = (
     ("future", "tokens after t change no logit up to t, bit by bit", check_future),
     ("rows", "rows of a batch do not see each other, bit by bit", check_rows),

@@ -165,5 +165,5 @@ def check_room(folder: Path, need: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < need:
         raise OSError(
-            errno.ENOSPC, f"needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free", str(folder.parent)
+            errno.ENOSPC, f"needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free", str(folder.parent.parent)
         )

@@ -55,7 +55,6 @@ HYBRIDS = {
 CONTROLS = {
     "window + LoRA": {"memory_layers": []},
     "one full layer + LoRA": {"memory_layers": [], "keep_full_attention": "auto:1"},
-    "source + LoRA": {"memory_layers": [], "window": None},
 }
 
 

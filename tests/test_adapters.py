@@ -317,6 +317,27 @@ def test_a_whole_injected_model_is_loaded_with_its_memory(kind, operator, tmp_pa
     assert torch.equal(logits(unload(again)), logits(unload(model)))
 
 
+@pytest.mark.parametrize("before, after", [(8, 2), (2, None), (None, 4)])
+def test_sizes_that_followed_a_window_stay_when_it_changes(before, after, tmp_path):
+    config = TNTInjectionConfig(local_chunk_sizes=2, memory_gate_init=0.7, max_self_attn_length=before)
+    model = inject(tiny_host("llama"), config)
+    set_max_self_attn_length(model, after)
+    model.save_pretrained(tmp_path)
+    again = load_injected(tmp_path)
+    assert torch.equal(logits(again), logits(model))
+    memories = [x.model.layers[0].self_attn.memory.config for x in (model, again)]
+    assert memories[0].global_chunk_size == memories[1].global_chunk_size == (before or 512)
+    assert memories[0].local_reset_interval == memories[1].local_reset_interval
+
+
+def test_a_window_that_could_not_be_loaded_again_is_refused():
+    sizes = {"global_chunk_size": 8, "local_chunk_sizes": 4, "local_reset_interval": 12}
+    model = inject(tiny_host("llama"), TNTInjectionConfig(max_self_attn_length=8, **sizes))
+    with pytest.raises(ValueError, match="gap|local_reset_interval"):  # before it could not be loaded again
+        set_max_self_attn_length(model, 3)
+    assert model.config.tnt_injection["max_self_attn_length"] == 8
+
+
 def test_a_whole_model_in_bfloat16_shards_and_eager_attention(tmp_path):
     model = train(inject(tiny_host("llama", torch.bfloat16, attn="eager"), MIX))
     model.save_pretrained(tmp_path, max_shard_size="10KB")
@@ -412,6 +433,7 @@ def test_one_call_makes_memory_and_lora(source):
     ("config", "lora", "message"),
     [
         ({"operator_mode": "delta_rule"}, None, "is operator here"),
+        (None, None, "config: must be a LiZAConfig.*NoneType"),
         ({"operator": "delta"}, None, "LiZAConfig.operator='delta'"),
         (OPEN_LIZA, {"ranks": 3}, "ranks=3: is no field"),
         (OPEN_LIZA, 8, "lora=int: must be a dict"),

@@ -66,6 +66,13 @@ def test_logits_are_bit_equal_with_attention_kept(tmp_path, case, dtype):
     assert greedy(source, *left).equal(greedy(result, *left))
 
 
+def test_eager_attention_with_one_key_head_is_bit_equal(tmp_path):
+    source, result = convert(tmp_path, source={"num_key_value_heads": 1})
+    eager = {"attn_implementation": "eager"}
+    with torch.no_grad():
+        assert reload(source, **eager)(batch()[0]).logits.equal(reload(result, **eager)(batch()[0]).logits)
+
+
 @pytest.mark.parametrize("case", FUSED)
 def test_a_fused_source_is_equal_to_rounding(tmp_path, case):
     """One matrix product of stacked weights rounds differently from three; 1e-5 is some ulps of logits around 4."""

@@ -87,6 +87,13 @@ def holder(source: Path, tensor: str) -> Path:
         ("attention_bias", True),
         ("rope_parameters", {"rope_type": "unheard of", "rope_theta": 1e4}),
         ("rope_parameters", [1]),
+        *(("rope_parameters", {"rope_type": "default", "rope_theta": x}) for x in (float("nan"), 0, -1e4, "big")),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": float("inf")}),
+        ("rope_parameters", {"rope_type": ["default"], "rope_theta": 1e4}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        ("pad_token_id", 97),
+        ("is_causal", False),
+        ("model_type", ["llama"]),
         ("model_type", "gpt2"),
         ("model_type", "tnt"),
         ("model_type", None),
@@ -108,7 +115,7 @@ def test_an_unsupported_architecture_lists_the_supported(tmp_path, source):
     refused(tmp_path, "'mamba': not supported; supported are llama, mistral, qwen2, qwen3, phi3")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '"llama"'])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '"llama"', '{"a":' * 100_000], ids=lambda text: text[:9])
 def test_a_damaged_config(tmp_path, source, text):
     (source / "config.json").write_text(text)
     refused(tmp_path, "config.json")
@@ -119,6 +126,10 @@ def test_a_damaged_config(tmp_path, source, text):
     [
         ({"window": 0}, "window=0"),
         ({"window": 2.5}, "window=2.5"),
+        ({"window": 10**30}, "window=10000"),
+        ({"window": 7, "keep_full_attention": 1}, "full_attention_layers=1"),
+        ({"local_chunk_sizes": 2.5}, "local_chunk_sizes=2.5"),
+        ({"max_shard_size": "9" * 400}, "max_shard_size='999"),
         ({"window": 7, "keep_full_attention": [3]}, "full_attention_layers=[3]"),
         ({"window": 7, "keep_full_attention": [1, 1]}, "full_attention_layers=[1, 1]"),
         ({"window": 7, "keep_full_attention": "auto:0", "probe": "x"}, "auto:0"),
@@ -247,6 +258,28 @@ def test_truncated_and_damaged_shards(tmp_path, source):
             assert str(path) in str(error)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"model.norm.weight": {"dtype": ["F32"], "shape": [32], "data_offsets": [0, 128]}},
+        {"model.norm.weight": {"dtype": "F32", "shape": [-32], "data_offsets": [0, 128]}},
+        {"model.norm.weight": {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}},
+        {"model.norm.weight": "F32"},
+        {"__metadata__": ["pt"]},
+        {"__metadata__": {"format": "pt", "n": 1}},
+        "[" * 100_000,
+    ],
+    ids=lambda damage: str(damage)[:60],
+)
+def test_a_header_that_lies(tmp_path, damage):
+    path = save_source(tmp_path / "source") / "model.safetensors"
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    text = damage if isinstance(damage, str) else json.dumps(json.loads(whole[8:end]) | damage)
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + whole[end:])
+    refused(tmp_path, "model.safetensors")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_that_are_none(tmp_path, dtype, value):
@@ -257,8 +290,8 @@ def test_numbers_that_are_none(tmp_path, dtype, value):
     message = "tensor 'model.layers.1.mlp.up_proj.weight' holds nan or infinity"
     refused(tmp_path, message, link="copy")
     refused(tmp_path, message, dtype=torch.float64)
-    refused(tmp_path, message, link="link", check=True)
-    convert_checkpoint(source, tmp_path / "unread", link="link", progress=False)  # as its help says
+    refused(tmp_path, message, link="link")
+    convert_checkpoint(source, tmp_path / "unread", link="link", check=False, progress=False)  # as its help says
 
 
 @pytest.mark.parametrize("name, dtype", TORCH.items())
@@ -306,6 +339,17 @@ def test_existing_folders_are_only_replaced_when_asked_and_only_conversions(tmp_
     edit_json(source / "config.json", rms_norm_eps=-1)
     refused(tmp_path, "rms_norm_eps", output=mine, overwrite=True)
     assert check_manifest(mine) == []
+
+
+def test_overwriting_takes_nothing_that_no_conversion_wrote(tmp_path, source):
+    result = convert_checkpoint(source, tmp_path / "mine", progress=False)
+    (result / "checkpoint-500").mkdir()
+    (result / "checkpoint-500" / "trained").write_text("for days")
+    refused(tmp_path, "holds 'checkpoint-500/trained', which no conversion wrote", output=result, overwrite=True)
+    shutil.rmtree(result / "checkpoint-500")
+    convert_checkpoint(source, result, progress=False, overwrite=True)
+    (result / MANIFEST).write_text("")  # an empty file of that name proves nothing
+    refused(tmp_path, "never overwritten", output=result, overwrite=True)
 
 
 def test_a_disk_that_is_too_small_is_noticed_first(tmp_path):
@@ -379,8 +423,10 @@ def test_leftovers_are_removed_only_if_they_are_ours(tmp_path, source):
     for name, file in names.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
+    (tmp_path / ".result.tnt-partial-file").touch()
     said = []
     convert_checkpoint(source, tmp_path / "result", progress=False, say=said.append)
+    (tmp_path / ".result.tnt-partial-file").unlink()
     assert said == ["removed .result.tnt-partial-dead, left over from an interrupted run"]
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"source", "result", ".result.tnt-partial-foreign", ".results"}

@@ -86,6 +86,7 @@ def test_tokenizer_generation_config_and_licence_come_along(tmp_path, source):
     generation = json.loads((source / "generation_config.json").read_text()) | {"temperature": 0.5, "do_sample": True}
     (source / "generation_config.json").write_text(json.dumps(generation))
     (source / "LICENSE").write_text("as is")
+    (source / "LICENSES").mkdir()
     (source / "modeling_evil.py").write_text("raise SystemExit")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
@@ -132,7 +133,7 @@ def test_the_card_is_complete_and_passes_the_licence_on(tmp_path, source):
 
 @pytest.mark.parametrize("link", ["link", "copy"])
 def test_the_manifest_notices_every_change(tmp_path, source, link):
-    result = convert_checkpoint(source, tmp_path / "result", progress=False, link=link)
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link=link, check=False)
     assert check_manifest(result) == []
     shard = next(result.glob("model-base-*"))
     entry = read_manifest(result)["files"][shard.name]
@@ -156,14 +157,20 @@ def test_the_manifest_notices_every_change(tmp_path, source, link):
 
 
 def test_a_linked_shard_that_was_never_read_is_recognised_by_its_time(tmp_path, source):
-    result = convert_checkpoint(source, tmp_path / "result", progress=False, link="link")
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link="link", check=False)
     shard = next(result.glob("model-base-*"))
     os.utime(shard, ns=(1, 1))
     assert check_manifest(result) == [
         f"{shard.name}: changed after the conversion, which linked it without reading it"
     ]
-    checked = convert_checkpoint(source, tmp_path / "checked", progress=False, link="link", check=True)
-    assert read_manifest(checked)["files"][shard.name]["sha256"] is not None
+
+
+@pytest.mark.parametrize("check, limit, read", [(None, 2**31, True), (None, 1000, False), (True, 1000, True)])
+def test_linked_shards_are_read_by_default_up_to_a_size(tmp_path, source, monkeypatch, check, limit, read):
+    monkeypatch.setattr("tnt_hf.conversion.convert.READ", limit)
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link="link", check=check)
+    entry = read_manifest(result)["files"][next(result.glob("model-base-*")).name]
+    assert entry["how"] == "linked" and (entry["sha256"] is not None) == read
 
 
 @pytest.mark.parametrize(
@@ -209,6 +216,12 @@ def test_the_command_line(tmp_path, source, monkeypatch, capsys):
     "arguments, message",
     [
         (["nowhere", "result"], "nowhere"),
+        (["source", "result", "memory_layers=[0"], "is no YAML"),
+        (["source", "result", "memory_layers=" + "[" * 5000], "is no YAML"),
+        (["source", "result", "overwrite=maybe"], "overwrite='maybe'"),
+        (["source", "result", "window=8", "probe=5"], "probe=5"),
+        (["source", "result", "--window", "8", "--probe", "text.txt"], "'text.txt' is no file"),
+        (["source", "result", "--window", "8", "--probe", "source/model.safetensors"], "is no text in UTF-8"),
         (["source", "result", "--window", "0"], "window=0"),
         (["source", "result", "--keep-full-attention", "a,b"], "--keep-full-attention a,b"),
         (["source", "result", "--window", "16", "--keep-full-attention", "auto:1"], "needs a probe"),
@@ -229,6 +242,12 @@ def test_a_mistake_is_one_line_and_makes_nothing(tmp_path, source, monkeypatch, 
 
 
 # ----------------------------------------------------------------------------------------------------------------- Hub
+
+
+def test_a_hub_that_does_not_answer_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="source='tnt-hf-tests/nothing': [^\n]*$"):
+        convert_checkpoint("tnt-hf-tests/nothing", tmp_path / "result", progress=False)
 
 
 def test_a_hub_id(tmp_path, source):

@@ -253,11 +253,10 @@ def test_jobs_train_convert_verify_distil_and_reload(tmp_path):
     assert not reports.empty()
 
     result = conversion_result(done, plan, bytes_per_token=2.0)
-    assert len(result["checks"]) == 3 * 5 and all(result["checks"].values())
+    assert len(result["checks"]) == 3 * 4 and all(result["checks"].values())
     source, window = (done["conversion, source"]["held_out"], done["conversion, window + LoRA"]["held_out"])
     assert np.allclose(source[:, : plan.window - 1], window["converted"][:, : plan.window - 1], atol=1e-5)  # float32
     assert not np.allclose(source, window["converted"], atol=1e-3)
-    assert np.allclose(source, done["conversion, source + LoRA"]["held_out"]["converted"], atol=1e-5)
     for hybrid, control in (("hybrid", "window + LoRA"), ("hybrid, one full layer", "one full layer + LoRA")):
         both = [done[f"conversion, {name}"] for name in (hybrid, control)]
         assert np.allclose(both[0]["held_out"]["converted"], both[1]["held_out"]["converted"], atol=1e-5)
@@ -269,6 +268,6 @@ def test_jobs_train_convert_verify_distil_and_reload(tmp_path):
 
     facts = {name: job_facts(job) for name, job in done.items()}
     lines = conversion_summary({"conversion": result, "jobs": facts})
-    assert json.loads(json.dumps([result, facts])) and any("15 of 15" in line for line in lines)
+    assert json.loads(json.dumps([result, facts])) and any("12 of 12" in line for line in lines)
     draw_conversion(tmp_path, {"conversion": result}, done)
     assert (tmp_path / "conversion.png").stat().st_size > 10_000

@@ -91,6 +91,8 @@ def test_descriptive_fields_are_no_obstacle():
         "pretraining_tp": 1,
         "transformers_version": "4.30",
         "unsloth_version": "1",
+        "is_llama_config": True,
+        "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
         "x": None,
     }
     config = tnt_config(read_source_config(fields))

@@ -29,6 +29,7 @@ from tnt_hf.conversion.inject import mag_modules, set_max_self_attn_length
 from tnt_hf.conversion.injected_attention import narrow
 from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
 from tnt_hf.conversion.linear_attention import feature_map, linear_attention
+from tnt_hf.conversion.liza import LiZAMemory
 
 
 # float64 models, but the hosts' norms, RoPE and softmax round to float32 on the way.
@@ -70,7 +71,11 @@ def test_a_closed_memory_is_the_source_bit_for_bit(kind, dtype):
             unload(model)
 
 
-@pytest.mark.parametrize("config", [*CLOSED.values(), TNTInjectionConfig(memory_gate="mix")], ids=[*CLOSED, "mix"])
+GATED = LiZAConfig(operator="gated_delta_rule", gate="learned", weight=0.0)
+NAN = {**CLOSED, "gated": GATED, "mix": TNTInjectionConfig(memory_gate="mix")}
+
+
+@pytest.mark.parametrize("config", NAN.values(), ids=NAN.keys())
 def test_nan_behind_a_closed_gate_is_silent(config):
     model, ids = tiny_host("llama"), tokens(2, 9)
     expected = logits(model, ids)
@@ -525,6 +530,7 @@ BAD = [
     (lambda: LiZAConfig.from_dict({"wieght": 0.5}), "wieght=0.5"),
     (lambda: injection_from_dict({"weight": 0.5}), "kind=None"),
     (lambda: inject(tiny_host("llama"), {"weight": 0.5}), "config.*dict"),
+    (lambda: LiZAMemory(tiny_host("llama"), 0, None), r"config=LlamaForCausalLM.*inject\(model, config\)"),
     (lambda: inject(tiny_host("llama"), LiZAConfig(layers=[0, 2])), r"layers=\[0, 2\]: 2 is out of range"),
     (lambda: inject(tiny_host("llama"), TNTInjectionConfig(layers=[7])), r"layers=\[7\]"),
     (lambda: inject(tiny_host("llama"), TNTInjectionConfig(memory_depth=0)), "memory_depth=0"),
@@ -545,6 +551,11 @@ BAD = [
 def test_bad_input_is_named(bad, message):
     with pytest.raises(ValueError, match=message):
         bad()
+
+
+def test_a_delta_rule_that_can_diverge_warns():
+    with pytest.warns(UserWarning, match=r"feature_map='elu\+1'.*operator='delta_rule' diverges"):
+        LiZAConfig(feature_map="elu+1")
 
 
 UNSUPPORTED = {

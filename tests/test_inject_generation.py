@@ -127,6 +127,16 @@ def test_gradients_flow_through_the_cache(config):
     torch.testing.assert_close(gradient([5, 1, 6]), gradient([12]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+@opened
+def test_compiled_and_plain_calls_share_a_cache(config):
+    model, ids = inject(double(), config), tokens(2, 12)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        cache = compiled(ids[:, :9], use_cache=True).past_key_values
+    torch.testing.assert_close(decode(model, ids[:, 9:], [2, 1], cache=cache)[0], logits(model, ids)[:, 9:], **CLOSE)
+
+
 # --- generate -------------------------------------------------------------------------------------------------------
 
 

@@ -163,6 +163,17 @@ def test_a_fresh_conversion_keeps_every_promise(tmp_path, name, dtype, window):
             assert found["kl_from_all_branches"] == 0, name
 
 
+def test_a_rope_that_depends_on_the_length_promises_what_it_can(tmp_path):
+    """Beyond its own length a dynamic RoPE turns earlier keys otherwise than a cache holds them, in the source too."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    source = make_source(tmp_path / "source")
+    edit_config(source, rope_parameters=rope, max_position_embeddings=20)
+    output = convert(source, tmp_path / "output")
+    within, beyond = check(source, output, tokens=None), check(source, output)
+    assert failed(within) == failed(beyond) == set() and within["probe"]["tokens"] == 20 < TOKENS
+    assert statuses(within)["decode"] == "pass" and statuses(beyond)["decode"] == "measured"
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -52,9 +52,9 @@ OPENED = {"liza": OPEN_LIZA, "tnt": OPEN_TNT}
 MODES = {
     **OPENED,
     "gated": LiZAConfig(operator="gated_delta_rule", gate="learned", weight=0.4, chunk_size=5),
-    "gated pooled": LiZAConfig(operator="gated_delta_rule", feature_map="elu+1", weight=0.1),
+    "gated pooled": LiZAConfig(operator="gated_delta_rule", feature_map="softmax", weight=0.1),
     "product": LiZAConfig(operator="delta_product", gate="learned", num_writes=3),
-    "linear": LiZAConfig(operator="linear", feature_map="softmax", weight=0.5, implementation="recurrent"),
+    "linear": LiZAConfig(operator="linear", feature_map="elu+1", weight=0.5, implementation="recurrent"),
     "window": LiZAConfig(max_self_attn_length=4),
     "one layer": LiZAConfig(layers=[1], weight=1.0),
     "tnt window": TNTInjectionConfig(memory_gate="mix", memory_gate_init=0.5, max_self_attn_length=4),

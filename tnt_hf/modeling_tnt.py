@@ -136,7 +136,11 @@ class TNTMLP(nn.Module):
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
     """`[B, Hkv, T, head_dim]` to `[B, Hkv * n_rep, T, head_dim]`, every head next to its copies."""
-    return x if n_rep == 1 else x.repeat_interleave(n_rep, dim=1)
+    if n_rep == 1:
+        return x
+    B, heads, T, width = x.shape
+    # Of one head this is a view, as in the library: a copy would send the products down another, less equal path.
+    return x[:, :, None].expand(B, heads, n_rep, T, width).reshape(B, heads * n_rep, T, width)
 
 
 def eager_attention_forward(

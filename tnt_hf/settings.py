@@ -20,5 +20,5 @@ def parse_yaml(text: str) -> Any:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{text[:60]!r} is no YAML ({error})") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{text[:60]!r} is no YAML ({' '.join(str(error).split())})") from error
