@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,26 +174,41 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def inspect(path: Path, tensors: list[StoredTensor], where: str) -> str:
+def inspect(
+    path: Path,
+    tensors: list[StoredTensor],
+    where: str,
+    copy: Path | None = None,
+    advance: Callable[[int], object] = lambda count: None,
+) -> str:
     """
     Read a safetensors file once: its SHA-256, and whether all its numbers are finite.
 
     Args:
         tensors: of this file, all of them, in the order of their bytes.
         where: what an error calls the file.
+        copy: a new file for the bytes as they are read, which is on the disk afterwards. advance: told how many.
 
     Raises:
         ValueError: a tensor holds nan or infinity.
     """
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(tensors[0].start if tensors else -1))
-    buffer = bytearray(CHUNK)
-    for tensor in tensors:
-        for block in blocks(tensor, buffer):
+    digest, buffer = hashlib.sha256(), bytearray(CHUNK)
+    with path.open("rb") as file, copy.open("xb", buffering=0) if copy else nullcontext() as new:
+
+        def take(block) -> None:
             digest.update(block)
-            if not is_finite(block, tensor.dtype):
-                raise ValueError(f"{where}: tensor {tensor.name!r} holds nan or infinity ({tensor.dtype})")
+            if copy:
+                _write_all(new, block)
+                advance(len(block))
+
+        take(file.read(tensors[0].start if tensors else -1))
+        for tensor in tensors:
+            for block in blocks(tensor, buffer):
+                take(block)
+                if not is_finite(block, tensor.dtype):
+                    raise ValueError(f"{where}: tensor {tensor.name!r} holds nan or infinity ({tensor.dtype})")
+        if copy:
+            os.fsync(new.fileno())
     return digest.hexdigest()
 
 

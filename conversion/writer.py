@@ -41,7 +41,7 @@ class Writer:
 
     def weights(self, shards: list[Shard], index: dict[str, str], memory: list[NewTensor]) -> None:
         """
-        All shards; reading each back for its digest while the next is written.
+        All shards. What is copied is looked at on its way; what is new is read back while the next is written.
 
         Args:
             shards: of the base. index: tensor name -> shard, without the memory. memory: the memory's tensors.
@@ -59,7 +59,7 @@ class Writer:
         from huggingface_hub.utils import tqdm
 
         bar = tqdm(total=need, unit="B", unit_scale=True, unit_divisor=1024, disable=not self.progress, desc="convert")
-        # SHA-256 is slower than a fast disk: two readers follow the writing.
+        # SHA-256 is slower than a fast disk, so two at a time.
         pool = ThreadPoolExecutor(2)
         try:
             with bar:
@@ -86,11 +86,12 @@ class Writer:
             write_shard(path, shard.tensors, advance)
         elif linking:
             os.link(origin, path)
-        else:
-            copy_file(origin, path, advance)
         self.how[shard.name] = "written" if origin is None else "linked" if linking else "copied"
         if self.how[shard.name] == "linked" and not self.check:
             self.digests[shard.name] = known_digest(origin)
+        elif self.how[shard.name] == "copied":
+            task = pool.submit(inspect, origin, read_header(origin), str(origin), path, advance)
+            self.digests[shard.name] = task
         else:
             where = f"{shard.name} (made from {self.source.name})" if origin is None else str(origin)
             self.digests[shard.name] = pool.submit(inspect, path, read_header(path), where)
