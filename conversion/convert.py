@@ -30,7 +30,7 @@ from tnt_hf.conversion.writer import Writer
 
 
 LINKS = ("auto", "link", "copy")
-READ = 2**30  # bytes of linked shards that are read without being asked to: a few seconds
+READ = 2**30  # bytes of linked or copied shards that are read without being asked to: a few seconds
 
 
 def convert_checkpoint(
@@ -73,8 +73,8 @@ def convert_checkpoint(
         seed: of the few tensors that start at random.
         max_shard_size: of shards written anew.
         progress: show a bar, in bytes.
-        check: read linked shards too, for their SHA-256 and to find nan and infinity; by default up to 1 GiB of them.
-            What is copied or written is always read.
+        check: read linked and copied shards for their SHA-256 and to find nan and infinity, which takes about twice
+            as long as copying them; by default up to 1 GiB in all. What is written anew is always read.
         say: told what happens, one line each; by default nothing is.
         fields: of [`TNTConfig`]'s memory, such as `memory_layers=[0, 2]` or `global_chunk_size=256`.
 

@@ -14,8 +14,8 @@ EPILOG = """\
 Any field of the memory can follow as FIELD=VALUE, with the value in YAML: memory_depth=2 local_chunk_sizes=[8,16].
 A YAML file of --config holds the same fields and the long options by their names (window: 512, keep_full_attention:
 "auto:2"); the command line wins. Shards of the same dtype are hard links where the file system can: no time, no space.
-Copied and rewritten shards are read back for their SHA-256 and searched for nan and infinity; linked ones up to 1 GiB
-in all or with --check, or later by `tnt verify`.
+What is written anew is read back for its SHA-256 and searched for nan and infinity; shards that are linked or copied
+are read up to 1 GiB in all or with --check, or later by `tnt verify`.
 """
 # Options a file may set, besides fields of the memory.
 OPTIONS = (
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--copy", dest="link", action="store_const", const="copy", help="copies (default: links if possible)"
     )
     parser.add_argument("--overwrite", action="store_true", default=None, help="replace OUT if it is a conversion")
-    how_much = "read linked shards too, or do not (default: up to 1 GiB)"
+    how_much = "read linked and copied shards, or do not (default: up to 1 GiB)"
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, help=how_much)
     parser.add_argument("--seed", type=int, metavar="S", help="of what starts at random (default 0)")
     parser.add_argument("--max-shard-size", metavar="SIZE", help="of shards written anew (default 5GB)")

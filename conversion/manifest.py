@@ -1,8 +1,8 @@
 """The manifest of a converted checkpoint: where it comes from, how it was made, and a digest per file.
 
-`sha256` is the digest taken while converting, when a file's bytes passed through our hands. A linked shard was not
-read: it is the source's own file under a second name. Its entry says so and keeps size and time of last change, and
-the digest if the source knew one (the Hub's cache names its files by it). `add_digests` reads such files once.
+`sha256` is the digest taken while converting, of every file whose bytes passed through our hands. The shards of a
+large source, linked or copied by the kernel, do not unless asked for. Their entry keeps size and time of last change,
+and the digest if the source knew one (the Hub's cache names its files by it). `add_digests` reads such files once.
 """
 
 import json
@@ -83,7 +83,7 @@ def check_manifest(folder: str | os.PathLike) -> list[str]:
             problems.append(f"{name}: {size} bytes, {entry['size']} when converted")
         elif entry.get("sha256") is None:
             if path.stat().st_mtime_ns != entry.get("mtime_ns"):
-                problems.append(f"{name}: changed after the conversion, which linked it without reading it")
+                problems.append(f"{name}: changed after the conversion, which did not read it")
         elif sha256(path) != entry["sha256"]:
             problems.append(f"{name}: its SHA-256 differs from the one taken when it was converted")
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -92,7 +92,7 @@ def check_manifest(folder: str | os.PathLike) -> list[str]:
 
 
 def add_digests(folder: str | os.PathLike) -> list[str]:
-    """Read the files that were linked unread, note their SHA-256 in the manifest, and return their names."""
+    """Read the files that were linked or copied unread, note their SHA-256 in the manifest, and return their names."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     unread = [name for name, entry in manifest["files"].items() if entry.get("sha256") is None]

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record-digests",
         action="store_true",
-        help="after a pass, take the SHA-256 of shards that were linked unread and note it in the manifest",
+        help="after a pass, take the SHA-256 of shards that were not read yet and note it in the manifest",
     )
 
 

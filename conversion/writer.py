@@ -27,7 +27,7 @@ class Writer:
 
     Args:
         source: where shards and companions come from.
-        link: `"auto"`, `"link"` or `"copy"`. check: read linked shards as well.
+        link: `"auto"`, `"link"` or `"copy"`. check: read linked and copied shards as well.
         progress: show a bar, in bytes. say: told how the shards came here, and why.
     """
 
@@ -41,7 +41,8 @@ class Writer:
 
     def weights(self, shards: list[Shard], index: dict[str, str], memory: list[NewTensor]) -> None:
         """
-        All shards. What is copied is looked at on its way; what is new is read back while the next is written.
+        All shards. What is copied is looked at on its way, if at all; what is new is read back while the next is
+        written.
 
         Args:
             shards: of the base. index: tensor name -> shard, without the memory. memory: the memory's tensors.
@@ -89,6 +90,8 @@ class Writer:
         self.how[shard.name] = "written" if origin is None else "linked" if linking else "copied"
         if self.how[shard.name] == "linked" and not self.check:
             self.digests[shard.name] = known_digest(origin)
+        elif self.how[shard.name] == "copied" and not self.check:
+            self.digests[shard.name] = pool.submit(copy_unread, origin, path, advance)
         elif self.how[shard.name] == "copied":
             task = pool.submit(inspect, origin, read_header(origin), str(origin), path, advance)
             self.digests[shard.name] = task
@@ -154,6 +157,13 @@ class Writer:
     def entries(self) -> dict[str, dict[str, Any]]:
         """What the manifest says of every file."""
         return {name: file_entry(self.folder / name, how, self.digests[name]) for name, how in self.how.items()}
+
+
+def copy_unread(origin: Path, path: Path, advance: Callable[[int], object]) -> str | None:
+    """Copy a file inside the kernel, and return the SHA-256 that its name gives it, if it does."""
+    copy_file(origin, path, advance)
+    flush(path)
+    return known_digest(origin)
 
 
 def known_digest(path: Path) -> str | None:

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.convert_command import add_arguments, run
 from tnt_hf.conversion.manifest import MANIFEST, add_digests, check_manifest, read_manifest
+from tnt_hf.conversion.shards import sha256
 from tnt_hf.recipes.benchmarks.conversion import main as benchmark
 
 
@@ -137,8 +138,8 @@ def test_the_manifest_notices_every_change(tmp_path, source, link):
     assert check_manifest(result) == []
     shard = next(result.glob("model-base-*"))
     entry = read_manifest(result)["files"][shard.name]
-    assert (entry["how"], entry["sha256"] is None) == (("linked", True) if link == "link" else ("copied", False))
-    assert add_digests(result) == ([shard.name] if link == "link" else [])
+    assert entry["how"] == {"link": "linked", "copy": "copied"}[link] and entry["sha256"] is None
+    assert add_digests(result) == [shard.name]
     assert check_manifest(result) == [] and add_digests(result) == []
 
     content = bytearray(shard.read_bytes())
@@ -156,21 +157,22 @@ def test_the_manifest_notices_every_change(tmp_path, source, link):
     ]
 
 
-def test_a_linked_shard_that_was_never_read_is_recognised_by_its_time(tmp_path, source):
-    result = convert_checkpoint(source, tmp_path / "result", progress=False, link="link", check=False)
+@pytest.mark.parametrize("link", ["link", "copy"])
+def test_a_shard_that_was_never_read_is_recognised_by_its_time(tmp_path, source, link):
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link=link, check=False)
     shard = next(result.glob("model-base-*"))
     os.utime(shard, ns=(1, 1))
-    assert check_manifest(result) == [
-        f"{shard.name}: changed after the conversion, which linked it without reading it"
-    ]
+    assert check_manifest(result) == [f"{shard.name}: changed after the conversion, which did not read it"]
 
 
+@pytest.mark.parametrize("link", ["link", "copy"])
 @pytest.mark.parametrize("check, limit, read", [(None, 2**31, True), (None, 1000, False), (True, 1000, True)])
-def test_linked_shards_are_read_by_default_up_to_a_size(tmp_path, source, monkeypatch, check, limit, read):
+def test_shards_are_read_by_default_up_to_a_size(tmp_path, source, monkeypatch, link, check, limit, read):
     monkeypatch.setattr("tnt_hf.conversion.convert.READ", limit)
-    result = convert_checkpoint(source, tmp_path / "result", progress=False, link="link", check=check)
-    entry = read_manifest(result)["files"][next(result.glob("model-base-*")).name]
-    assert entry["how"] == "linked" and (entry["sha256"] is not None) == read
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link=link, check=check)
+    shard = next(result.glob("model-base-*"))
+    digest = read_manifest(result)["files"][shard.name]["sha256"]
+    assert digest == (sha256(shard) if read else None)
 
 
 @pytest.mark.parametrize(
