@@ -71,10 +71,10 @@ class Writer:
                     # should stop the work now and not at the end.
                     for task in tasks[:-2]:
                         task.result()
+                self.digests = {name: x.result() if isinstance(x, Future) else x for name, x in self.digests.items()}
             for shard in shards:
                 if self.how[shard.name] != "linked":
                     flush(self.folder / shard.name)
-            self.digests = {name: x.result() if isinstance(x, Future) else x for name, x in self.digests.items()}
         finally:
             pool.shutdown(cancel_futures=True)
         total = sum(tensor.nbytes for shard in shards for tensor in read_header(self.folder / shard.name))
