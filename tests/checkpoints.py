@@ -8,7 +8,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 
-logging.set_verbosity_error()  # loading and saving tell about every step
 logging.disable_progress_bar()
 
 SIZES = {

@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the Hub tests start processes of
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from transformers.utils import logging
 
 
 torch.set_num_threads(1)  # the workers share the cores, and results do not depend on the machine
@@ -18,6 +19,7 @@ settings.load_profile("tnt")
 
 
 @pytest.fixture(autouse=True)
-def seeded():
-    """Every test starts from the same random state, whatever ran before it."""
+def fresh_start():
+    """Every test starts from the same random state and the library's usual messages, whatever ran before it."""
     torch.manual_seed(0)
+    logging.set_verbosity_warning()
