@@ -539,7 +539,7 @@ class TNTPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _is_stateful = True
-    _keep_in_fp32_modules_strict = ["memory.memories", "memory.gate.scale", "memory.gate.weight"]
+    _keep_in_fp32_modules_strict = ["memory.memories", "memory.gate.(scale|weight)"]
     _can_record_outputs = {
         "hidden_states": TNTDecoderLayer,
         "attentions": TNTAttention,
