@@ -161,9 +161,8 @@ def train_student(
         trainable, _ = student.get_nb_trainable_parameters()
         with job.phase("distil") as tell:
             rows = torch.from_numpy(train)[: plan.steps * plan.batch_size]
-            losses = distil(student, teacher, rows, plan.batch_size, plan.seed, tell, scratch)
+            losses = distil(student, teacher, rows, plan.batch_size, plan.seed, tell)
     model = student.merge_and_unload()
-    model.config.use_cache = True  # Trainer turns it off, and it would be saved like that
     with job.phase("evaluate"):
         after = losses_by_position(model, held_out).numpy()
     model.set_attn_implementation("sdpa")

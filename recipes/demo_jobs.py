@@ -3,12 +3,10 @@
 Axis legend: N windows or samples   T tokens of a window   V vocabulary
 """
 
-import math
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from tnt_hf.recipes.data import IGNORED, Recall
 
@@ -126,47 +124,13 @@ def build(config_of, plan: Plan, vocab_size: int, memory: bool):
 # ------------------------------------------------------------------------------------------- training and evaluation
 
 
-def fit(model, samples: list[dict], steps: int, batch_size: int, lr: float, plan: Plan, tell) -> list[float]:
-    """`steps` steps of `Trainer` over `samples` in their order. Returns the loss of every step."""
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+def fit(model, samples: list[dict], batch_size: int, lr: float, plan: Plan, tell) -> list[float]:
+    """One pass over `samples` in their order. Returns the loss of every step."""
+    from tnt_hf.recipes.training import train_in_order
 
-    class Follow(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if "loss" in logs:
-                losses.append(logs["loss"])
-                tell(state.global_step, steps, logs["loss"])
-                if not math.isfinite(logs["loss"]) or not math.isfinite(logs["grad_norm"]):
-                    raise RuntimeError(
-                        f"step {state.global_step}: loss {logs['loss']}, gradient norm {logs['grad_norm']}"
-                    )
-
-    losses: list[float] = []
-    scratch = TemporaryDirectory()  # Trainer insists on a folder and makes it, although nothing is saved
-    arguments = TrainingArguments(
-        output_dir=scratch.name,
-        max_steps=steps,
-        per_device_train_batch_size=batch_size,
-        learning_rate=lr,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        warmup_steps=max(1, min(60, steps // 10)),
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        train_sampling_strategy="sequential",
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=plan.seed,
-    )
-    trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[Follow()])
-    trainer.remove_callback(PrinterCallback)  # `tell` shows the progress of all jobs in one place
-    trainer.train()
-    model.config.use_cache = True  # Trainer turns it off, and it would be saved like that
-    return losses
+    warmup = max(1, min(60, len(samples) // batch_size // 10))
+    changes = {"learning_rate": lr, "weight_decay": 0.1, "warmup_steps": warmup}
+    return train_in_order(model, samples, batch_size, plan.seed, tell, **changes)
 
 
 def losses_by_position(model, ids):
@@ -244,8 +208,7 @@ def train_text(memory: bool, plan: Plan, vocab_size: int, train, held_out, outpu
 
     def train_on(name: str, part: list[dict], lr: float):
         with job.phase(name) as tell:
-            steps = len(part) // plan.batch_size
-            result.setdefault("losses", []).extend(fit(model, part, steps, plan.batch_size, lr, plan, tell))
+            result.setdefault("losses", []).extend(fit(model, part, plan.batch_size, lr, plan, tell))
 
     if not memory:
         train_on("train", samples, plan.text_lr)
@@ -291,7 +254,7 @@ def train_recall(memory: bool, plan: Plan, reports) -> dict:
             made = task.samples(steps * plan.recall_batch_size, length, length // 8, seed)
             samples += [{"input_ids": x, "labels": y} for x, y in zip(made["input_ids"], made["labels"])]
     with job.phase("train") as tell:
-        losses = fit(model, samples, plan.recall_steps, plan.recall_batch_size, plan.recall_lr, plan, tell)
+        losses = fit(model, samples, plan.recall_batch_size, plan.recall_lr, plan, tell)
     with job.phase("evaluate"):
         fresh = task.samples(plan.recall_samples, plan.recall_length, plan.recall_length // 8, plan.seed + 3)
         hit, distance = recall_hits(model, fresh)

@@ -6,16 +6,18 @@ differ by what a parameter does, and were found on a model of a million paramete
 Axis legend: B batch   T tokens   V vocabulary
 """
 
-import math
 import re
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from peft import get_peft_model
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer
 
+from tnt_hf.conversion import lora_config
 from tnt_hf.recipes.data import IGNORED
+from tnt_hf.recipes.training import train_in_order
 
 
 # Which parameters learn at which rate: the first pattern that a name contains decides, the rest of the memory follows.
@@ -48,18 +50,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, labels: Tensor, num_item
 
 def with_lora(model: nn.Module, rank: int = 8):
     """`model` with LoRA on attention's q, k, v and o, its memories trainable in full and everything else frozen."""
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(
-        model,
-        LoraConfig(
-            r=rank,
-            lora_alpha=16,
-            # Not the memory's own projections, which have the same last names.
-            target_modules=r".*\.self_attn\.[qkvo]_proj",
-            modules_to_save=["memory"] if getattr(model.config, "memory_layer_indices", None) else None,
-        ),
-    )
+    return get_peft_model(model, lora_config(model, r=rank, lora_dropout=0.0))
 
 
 def parameter_groups(model: nn.Module, rates: dict[str, float]) -> list[dict]:
@@ -112,57 +103,13 @@ class DistillationTrainer(Trainer):
         return self.optimizer
 
 
-class StopIfNotFinite(TrainerCallback):
-    """Reports every step, and ends a training whose loss or gradient is no number: `Trainer` itself would go on."""
-
-    def __init__(self, tell: Callable[[int, int, float], None]):
-        self.tell, self.losses = tell, []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            self.losses.append(logs["loss"])
-            self.tell(state.global_step, state.max_steps, logs["loss"])
-            if not math.isfinite(logs["loss"]) or not math.isfinite(logs["grad_norm"]):
-                raise RuntimeError(f"step {state.global_step}: loss {logs['loss']}, gradient norm {logs['grad_norm']}")
-
-
 def distil(
-    student: nn.Module, teacher: nn.Module, rows: Tensor, batch_size: int, seed: int, tell, folder: str, **changes
+    student: nn.Module, teacher: nn.Module, rows: Tensor, batch_size: int, seed: int, tell, **changes
 ) -> list[float]:
-    """One pass over `rows` `[N, T]` in their order; trains `student` in place.
-
-    Args:
-        changes: of the `TrainingArguments` below. folder: where Trainer may write; it writes nothing.
-        tell: called with (step, steps, loss) after each step.
-
-    Returns:
-        The loss of every step.
-    """
-    steps = len(rows) // batch_size
-    settings = {
-        "output_dir": folder,
-        "max_steps": steps,
-        "per_device_train_batch_size": batch_size,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-        "warmup_steps": max(1, min(10, steps // 10)),
-        "weight_decay": 0.0,
-        "adam_beta2": 0.95,
-        "max_grad_norm": 1.0,
-        "bf16": True,
-        "train_sampling_strategy": "sequential",
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": seed,
-    }
+    """One pass over `rows` `[N, T]` in their order; trains `student` in place. Arguments and result as for
+    [`~recipes.training.train_in_order`]."""
+    warmup = max(1, min(10, len(rows) // batch_size // 10))
+    settings = {"warmup_steps": warmup, "weight_decay": 0.0, "bf16": True} | changes
     samples = [{"input_ids": row, "labels": row} for row in rows]
-    follow = StopIfNotFinite(tell)
-    arguments = TrainingArguments(**{**settings, **changes})
-    trainer = DistillationTrainer(student, arguments, train_dataset=samples, callbacks=[follow], teacher=teacher)
-    trainer.remove_callback(PrinterCallback)  # `tell` shows the progress
-    trainer.train()
-    return follow.losses
+    trainer = partial(DistillationTrainer, teacher=teacher)
+    return train_in_order(student, samples, batch_size, seed, tell, trainer, **settings)

@@ -151,17 +151,14 @@ def test_a_parameter_without_a_rate_is_an_error():
         parameter_groups(with_lora(student()), {kind: 1e-3 for kind in RATES if kind != "gate"})
 
 
-def trained(tmp_path, batch_size: int, **changes):
+def trained(batch_size: int, **changes):
     model = with_lora(student(), rank=2)
-    losses = distil(
-        model, teacher(), rows(8, 21), batch_size, 0, lambda *_: None, str(tmp_path), bf16=False, **changes
-    )
-    return model, losses
+    return model, distil(model, teacher(), rows(8, 21), batch_size, 0, lambda *_: None, bf16=False, **changes)
 
 
-def test_merged_model_is_the_trained_one(tmp_path):
+def test_merged_model_is_the_trained_one():
     start = student().state_dict()
-    model, losses = trained(tmp_path, 2)
+    model, losses = trained(2)
     assert len(losses) == 4 and all(np.isfinite(losses))
     ids = rows(2, 30, seed=5)
     model.eval()
@@ -169,7 +166,7 @@ def test_merged_model_is_the_trained_one(tmp_path):
         wanted = model(input_ids=ids).logits
         merged = model.merge_and_unload()
         found = merged(input_ids=ids).logits
-    assert type(merged) is TNTForCausalLM
+    assert type(merged) is TNTForCausalLM and merged.config.use_cache
     # float32: W x + B A x against (W + B A) x, logits of order 1
     assert float((wanted - found).abs().max()) < 1e-4
     changed = {name for name, x in merged.state_dict().items() if not torch.equal(x, start[name])}
@@ -177,20 +174,20 @@ def test_merged_model_is_the_trained_one(tmp_path):
     assert {n for n in start if ".memory." in n and "proj" in n} <= changed
 
 
-def test_a_step_does_not_depend_on_how_it_is_cut_into_batches(tmp_path):
-    _, losses = trained(tmp_path, 4, max_steps=2)
-    _, other = trained(tmp_path, 2, max_steps=2, gradient_accumulation_steps=2)
+def test_a_step_does_not_depend_on_how_it_is_cut_into_batches():
+    _, losses = trained(4, max_steps=2)
+    _, other = trained(2, max_steps=2, gradient_accumulation_steps=2)
     # float32 sums in another order; accumulation counted twice would double the loss
     assert losses == pytest.approx(other, rel=1e-4)
 
 
-def test_a_loss_that_is_no_number_ends_the_training(tmp_path):
+def test_a_loss_that_is_no_number_ends_the_training():
     broken = teacher()
     with torch.no_grad():
         broken.model.norm.weight.fill_(torch.nan)
     model = with_lora(student())
     with pytest.raises(RuntimeError, match="step 1: loss nan"):
-        distil(model, broken, rows(4, 9), 2, 0, lambda *_: None, str(tmp_path), bf16=False)
+        distil(model, broken, rows(4, 9), 2, 0, lambda *_: None, bf16=False)
 
 
 def test_the_teacher_is_frozen(tmp_path):
