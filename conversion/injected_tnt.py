@@ -17,11 +17,6 @@ from .memory_tensors import WIDE, InitialValues
 class InjectedTNTMemory(TNTMemory):
     """[`TNTMemory`] and its gate in one call. Its tensors are those under `model.layers.N.memory` of a TNT model."""
 
-    def __init__(self, config: TNTConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        if config.memory_gate == "mix":
-            self.gate.is_memory_as_gate = True
-
     @property
     def state_slots(self) -> int:
         """State tensors it keeps in a cache layer."""
@@ -51,11 +46,7 @@ class InjectedTNTMemory(TNTMemory):
         """
         shared = tuple(x.transpose(1, 2).flatten(-2) for x in (query, key, value)) if self.shared else None
         memory, _ = super().forward(hidden_states, shared, cache, mask=mask, segment_ids=segment_ids)
-        flat = attn_output.flatten(-2)
-        joined = self.gate(flat, memory, hidden_states)
-        if self.gate.kind == "mix":  # silent at w = 0 whatever the memory holds: 0 * nan is nan
-            joined = torch.where(self.gate.weight == 0, flat, joined)
-        return joined.view(attn_output.shape)
+        return self.gate(attn_output.flatten(-2), memory, hidden_states).view(attn_output.shape)
 
 
 def build_tnt(

@@ -18,12 +18,11 @@ MODES = ("constant", "gradual", "cyclic", "switch", "ramp")
 def mag_modules(model: nn.Module) -> Iterator[nn.Module]:
     """
     The modules of `model` that mix memory and attention by a scheduled weight: they have a 0-dim buffer `weight` and
-    say `is_memory_as_gate = True`, or are the gate of a `TNTForCausalLM` with `memory_gate="mix"`. Found inside
-    wrappers, too; of a peft model those of the active adapters, not of other adapters or the originals kept aside.
+    say `is_memory_as_gate = True`, as LiZA's and the gate `memory_gate="mix"` do. Found inside wrappers, too; of a
+    peft model those of the active adapters, not of other adapters or the originals kept aside.
     """
     weight = model._buffers.get("weight")
-    marked = getattr(model, "is_memory_as_gate", False) or getattr(model, "kind", None) == "mix"
-    if marked and weight is not None and weight.dim() == 0:
+    if getattr(model, "is_memory_as_gate", False) and weight is not None and weight.dim() == 0:
         yield model
     copies, parts = getattr(model, "modules_to_save", None), model.children()
     if isinstance(copies, nn.ModuleDict):  # peft's wrapper: one copy per adapter beside the original

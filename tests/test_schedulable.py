@@ -80,3 +80,12 @@ def test_a_scheduled_mixing_weight_is_saved_and_loaded_in_full_precision(tmp_pat
     model.save_pretrained(tmp_path)
     weight = TNTForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).model.layers[0].memory.gate.weight
     assert weight == torch.tensor(0.3)
+
+
+def test_a_mixing_weight_of_zero_is_silent_whatever_the_memory_holds():
+    model, ids = tiny_model(memory_gate="mix", memory_gate_init=0), tokens(2, 23)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for layer in model.model.layers:
+            layer.memory.memories[0].weights[0].fill_(torch.nan)
+        assert torch.equal(model(ids).logits, expected)

@@ -158,6 +158,7 @@ class TNTMemoryGate(nn.Module):
             self.norm = TNTRMSNorm(config.head_dim, eps=config.rms_norm_eps)
         else:
             self.weight = nn.Buffer(torch.empty(()))  # scheduled by the training recipe and saved with the model
+            self.is_memory_as_gate = True
 
     def forward(self, attn: Tensor | None, memory: Tensor, hidden_states: Tensor) -> Tensor:
         """attn (`None`: memory alone, gate "add" only) and memory `[B, T, Q]`, hidden_states `[B, T, hidden]`."""
@@ -172,7 +173,8 @@ class TNTMemoryGate(nn.Module):
             return attn * (2 * torch.sigmoid(self.proj(memory)))
         if self.kind == "published":
             return self.norm(attn.unflatten(-1, (self.heads, -1))).flatten(-2) * torch.sigmoid(memory)
-        return ((1 - self.weight) * attn + self.weight * memory).to(attn.dtype)
+        mixed = ((1 - self.weight) * attn + self.weight * memory).to(attn.dtype)
+        return torch.where(self.weight == 0, attn, mixed)  # silent whatever the memory holds, as above
 
 
 def lr_factors(config: TNTConfig) -> list[float]:
