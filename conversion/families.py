@@ -201,7 +201,7 @@ def tnt_config(
                 "is taken from the source" if name in TNTConfig.__dataclass_fields__ else "TNTConfig has no such field"
             )
             raise ValueError(f"{name}={fields[name]!r}: {what}")
-    return TNTConfig(**base, **_memory(base, window, fields))
+    return TNTConfig(**base, **memory_fields(window or base["sliding_window"], fields))
 
 
 def _refuse_what_is_not_understood(config: PreTrainedConfig, family: Family) -> None:
@@ -260,12 +260,15 @@ def _attention(base: dict[str, Any], window: int | None, full_layers: list[int] 
     return {"sliding_window": window if "sliding_attention" in types else None, "layer_types": types}
 
 
-def _memory(base: dict[str, Any], window: int | None, fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the memory: those given, our defaults for the others, and intervals that fit the chunks."""
+def memory_fields(window: int | None, fields: dict[str, Any]) -> dict[str, Any]:
+    """
+    Fields of the memory in a pretrained model whose attention sees `window` tokens (`None`: all): those given, our
+    defaults for the others, and intervals that fit the chunks.
+    """
     memory = DEFAULTS | fields
     if "memory_gate_init" not in fields and memory["memory_gate"] in ("add", "mix"):
         memory["memory_gate_init"] = 0.0
-    size = memory.setdefault("global_chunk_size", window or base["sliding_window"] or DEFAULT_CHUNK)
+    size = memory.setdefault("global_chunk_size", window or DEFAULT_CHUNK)
     if "local_reset_interval" not in fields:
         sizes = memory["local_chunk_sizes"]
         sizes = sizes if isinstance(sizes, list | tuple) else [sizes]

@@ -1,7 +1,6 @@
 """What `inject` puts into a model: `LiZAConfig`, a linear operator mixed in by a weight, or `TNTInjectionConfig`,
 TNT's hierarchical memory. Both go through JSON unchanged, as `model.config.tnt_injection`."""
 
-import math
 import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
@@ -9,6 +8,7 @@ from typing import Any, ClassVar
 from tnt_hf.configuration_tnt import TNTConfig
 
 from .architectures import Heads
+from .families import DEFAULTS, memory_fields
 
 
 OPERATORS = ("delta_rule", "gated_delta_rule", "delta_product", "linear")
@@ -169,26 +169,26 @@ class TNTInjectionConfig(_Injection):
     local_reset_interval: int | list[int | None] | str | None = "auto"
     allow_memory_gap: bool = False
     global_read: str = "chunk_start"
-    qk_projection: str = "none"
+    qk_projection: str = DEFAULTS["qk_projection"]
     qk_projection_norm: bool = True
     memory_num_heads: int | None = None
     memory_head_dim: int | None = None
-    memory_projections: str = "own"
-    memory_conv_kernel: int = 0
-    memory_feature_map: str = "identity"
-    memory_value_norm: bool = True
-    memory_depth: int = 1
+    memory_projections: str = DEFAULTS["memory_projections"]
+    memory_conv_kernel: int = DEFAULTS["memory_conv_kernel"]
+    memory_feature_map: str = DEFAULTS["memory_feature_map"]
+    memory_value_norm: bool = DEFAULTS["memory_value_norm"]
+    memory_depth: int = DEFAULTS["memory_depth"]
     memory_expansion: float | int = 1
     memory_activation: str = "silu"
-    memory_residual: bool = False
+    memory_residual: bool = DEFAULTS["memory_residual"]
     memory_layernorm: bool = False
-    memory_gate: str = "add"
+    memory_gate: str = DEFAULTS["memory_gate"]
     memory_gate_init: float | int | None = None
-    memory_max_lr: float | int | None = 0.5
-    memory_lr_scaling: str = "train_chunk"
+    memory_max_lr: float | int | None = DEFAULTS["memory_max_lr"]
+    memory_lr_scaling: str = DEFAULTS["memory_lr_scaling"]
     memory_train_chunk_sizes: list[int] | None = None
-    memory_momentum: bool = False
-    memory_decay: bool = False
+    memory_momentum: bool = DEFAULTS["memory_momentum"]
+    memory_decay: bool = DEFAULTS["memory_decay"]
     memory_decay_target: str = "init"
     memory_grad_bound: float | int | None = None
     memory_implementation: str = "auto"
@@ -200,20 +200,11 @@ class TNTInjectionConfig(_Injection):
         Raises:
             ValueError: a value or combination that `TNTConfig` refuses, or layers out of range.
         """
-        memory = asdict(self)
-        del memory["layers"], memory["max_self_attn_length"]
         window = self.max_self_attn_length or getattr(host, "sliding_window", None)
-        if memory["global_chunk_size"] == "auto":
-            memory["global_chunk_size"] = window or 512
-        if memory["local_reset_interval"] == "auto":
-            memory["local_reset_interval"] = None
-            sizes = [] if self.local_chunk_sizes is None else self.local_chunk_sizes
-            sizes = sizes if isinstance(sizes, list) else [sizes]
-            # A reset loses nothing where the global memory has just written, and local chunks end there.
-            if all(_is_count(size, 1) for size in sizes):  # if not, TNTConfig says what is wrong
-                memory["local_reset_interval"] = math.lcm(4 * (memory["global_chunk_size"] or 512), *sizes)
-        if memory["memory_gate_init"] is None and self.memory_gate in ("add", "mix"):
-            memory["memory_gate_init"] = 0.0
+        given = {name: value for name, value in asdict(self).items() if value != "auto"}
+        del given["layers"], given["max_self_attn_length"]
+        if given["memory_gate_init"] is None:
+            del given["memory_gate_init"]
         heads = Heads.of(host)
         return TNTConfig(
             vocab_size=host.vocab_size,
@@ -226,7 +217,7 @@ class TNTInjectionConfig(_Injection):
             initializer_range=getattr(host, "initializer_range", 0.02),
             sliding_window=self.max_self_attn_length,
             memory_layers=self.layer_indices(host.num_hidden_layers),
-            **memory,
+            **memory_fields(window, given),
         )
 
 
