@@ -4,18 +4,17 @@ import threading
 from pathlib import Path
 
 
-STATUS = Path("/proc/self/status")
 INTERVAL = 0.005  # seconds between samples
 
 
-def anonymous_bytes() -> int | None:
-    """Anonymous resident memory now, `None` where the system does not tell (it is Linux's RssAnon)."""
-    if not STATUS.exists():
+def anonymous_bytes(process: int | str = "self") -> int | None:
+    """Anonymous resident memory of a process now, by default this one; `None` where there is no such process or the
+    system does not tell (it is Linux's RssAnon)."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
         return None
-    for line in STATUS.read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return 1024 * int(line.split()[1])
-    return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), None)
 
 
 class PeakMemory:

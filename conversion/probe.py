@@ -31,7 +31,7 @@ def measure_window_errors(folder: Path, probe: str | os.PathLike, window: int, p
         raise ValueError(f"probe: {folder} has no tokenizer to read a text with ({reason})") from error
     ids = tokenizer(read_text(probe), return_tensors="pt", verbose=False)["input_ids"][:, :MAX_TOKENS]
     if ids.shape[1] <= window:
-        taken = "" if _is_file(probe) else f" ({probe_name(probe)!r} is no file, so it is the text)"
+        taken = "" if is_file(probe) else f" ({probe_name(probe)!r} is no file, so it is the text)"
         raise ValueError(f"probe: the text has {ids.shape[1]} tokens, which must be more than window={window}{taken}")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
     with torch.inference_mode():
@@ -40,7 +40,7 @@ def measure_window_errors(folder: Path, probe: str | os.PathLike, window: int, p
 
 def read_text(probe: str | os.PathLike) -> str:
     """The content of the file `probe`, or `probe` itself if there is no file of that name."""
-    if _is_file(probe):
+    if is_file(probe):
         try:
             return Path(probe).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -54,10 +54,11 @@ def probe_name(probe: str | os.PathLike | None) -> str | None:
     """A probe in a few words: the name of its file, or the text's beginning."""
     if probe is None:
         return None
-    return Path(probe).name if _is_file(probe) else probe if len(probe) <= 60 else f"{probe[:60]}..."
+    return Path(probe).name if is_file(probe) else probe if len(probe) <= 60 else f"{probe[:60]}..."
 
 
-def _is_file(probe: str | os.PathLike) -> bool:
+def is_file(probe: str | os.PathLike) -> bool:
+    """Whether a probe names a file; anything else is the text itself."""
     try:
         return Path(probe).is_file()
     except (OSError, ValueError):  # too long, or with characters no file name has: a text

@@ -4,12 +4,13 @@ import calendar
 import difflib
 import doctest
 import inspect
-import os
 import random
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from .probe import is_file, read_text
 
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -41,11 +42,9 @@ def probe_ids(folder: Path, text: str | None, length: int, vocabulary: int, seed
         return random_ids[:1], random_ids[1:], "random ids (the source has no tokenizer)"
     from transformers import AutoTokenizer
 
-    label, content = "standard library of Python", default_text() if text is None else text
+    label, content = "standard library of Python", default_text() if text is None else read_text(text)
     if text is not None:
-        label = "text given"
-        if os.path.isfile(text):  # unlike Path.is_file it takes a text that is too long for a name
-            label, content = Path(text).name, Path(text).read_text(encoding="utf-8")
+        label = Path(text).name if is_file(text) else "text given"
     ids = AutoTokenizer.from_pretrained(folder)(content, return_tensors="pt")["input_ids"][:, :length]
     if ids.shape[1] < FEWEST:
         raise ValueError(f"text={content[:40]!r}: has {ids.shape[1]} tokens, a probe needs {FEWEST}")

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from tnt_hf.conversion.families import base_shapes, read_source_config, tnt_config
+from tnt_hf.conversion.memory_use import anonymous_bytes
 from tnt_hf.conversion.shards import NewTensor, split_by_size
 from tnt_hf.recipes.benchmarks.measure import environment, spread
 
@@ -90,15 +91,6 @@ def make_source(folder: Path, shape: str, seed: int) -> int:
     return total
 
 
-def anonymous_bytes(pid: int) -> int:
-    """RssAnon of a process, 0 once it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
-
-
 def convert(source: Path, result: Path, *options: str) -> dict:
     """One conversion in a process of its own: seconds from start to end, of the work alone, and anonymous MiB."""
     start = time.perf_counter()
@@ -110,12 +102,12 @@ def convert(source: Path, result: Path, *options: str) -> dict:
     )
     if process.stdout.readline().strip() != "imported":
         raise SystemExit("the conversion did not start")
-    imports, imported = anonymous_bytes(process.pid), time.perf_counter()
+    imports, imported = anonymous_bytes(process.pid) or 0, time.perf_counter()
     process.stdin.write("go\n")
     process.stdin.close()
     peak = imports
     while process.poll() is None:
-        peak = max(peak, anonymous_bytes(process.pid))
+        peak = max(peak, anonymous_bytes(process.pid) or 0)
         time.sleep(SAMPLE)
     end = time.perf_counter()
     if process.returncode:
