@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from tnt_hf import __version__
 from tnt_hf.configuration_tnt import TNTConfig
 from tnt_hf.conversion.families import family_of, read_source_config, tnt_config
+from tnt_hf.conversion.head_start import READ, HeadStart
 from tnt_hf.conversion.manifest import MANIFEST, write_manifest
 from tnt_hf.conversion.memory_tensors import initial_memory_tensors
 from tnt_hf.conversion.model_card import model_card, public_name
@@ -30,7 +32,6 @@ from tnt_hf.conversion.writer import Writer
 
 
 LINKS = ("auto", "link", "copy")
-READ = 2**30  # bytes of linked or copied shards that are read without being asked to: a few seconds
 
 
 def convert_checkpoint(
@@ -49,6 +50,7 @@ def convert_checkpoint(
     check: bool | None = None,
     revision: str | None = None,
     say: Callable[[str], object] | None = None,
+    begun: HeadStart | None = None,
     **fields: Any,
 ) -> Path:
     """
@@ -76,6 +78,7 @@ def convert_checkpoint(
         check: read linked and copied shards for their SHA-256 and to find nan and infinity, which takes about twice
             as long as copying them; by default up to 1 GiB in all. What is written anew is always read.
         say: told what happens, one line each; by default nothing is.
+        begun: copies of this very conversion that are under way, see [`~conversion.head_start.head_start`].
         fields: of [`TNTConfig`]'s memory, such as `memory_layers=[0, 2]` or `global_chunk_size=256`.
 
     Returns:
@@ -144,8 +147,10 @@ def convert_checkpoint(
     }
     if check is None:
         check = sum(path.stat().st_size for path in checkpoint.shards.values()) <= READ
-    with Staging(target, overwrite, say) as staging:
-        writer = Writer(checkpoint, staging.folder, link, check, progress, say)
+    if begun is not None and not is_same_bytes(checkpoint, tensors, cast):
+        begun.drop()
+    with Staging(target, overwrite, say) if begun is None else nullcontext(begun.staging) as staging:
+        writer = Writer(checkpoint, staging.folder, link, check, progress, say, begun)
         writer.weights(*base_shards(checkpoint, tensors, cast, most), memory)
         writer.companions()
         writer.code()

@@ -4,9 +4,11 @@ import argparse
 import json
 import re
 import shlex
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tnt_hf.conversion.head_start import head_start
 from tnt_hf.settings import parse_yaml
 
 
@@ -68,19 +70,17 @@ def _accept_fields_after_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and say in a few lines what was done. Raises ValueError or OSError for a mistake in the input."""
-    settings = read_settings(options)
-    from tnt_hf.conversion.convert import convert_checkpoint
+    settings, say = read_settings(options), lambda line: print(line, flush=True)
+    with ExitStack() as stack:
+        begun = head_start(options.source, options.output, settings, say, stack)
+        from tnt_hf.conversion.convert import convert_checkpoint
+
+        target = convert_checkpoint(
+            options.source, options.output, **settings, progress=not options.quiet, say=say, begun=begun
+        )
+    from tnt_hf.configuration_tnt import TNTConfig
     from tnt_hf.conversion.manifest import read_manifest
     from tnt_hf.conversion.model_card import attention_summary
-
-    target = convert_checkpoint(
-        options.source,
-        options.output,
-        **settings,
-        progress=not options.quiet,
-        say=lambda line: print(line, flush=True),
-    )
-    from tnt_hf.configuration_tnt import TNTConfig
 
     manifest = read_manifest(target)
     found, config = manifest["conversion"], TNTConfig.from_dict(json.loads((target / "config.json").read_text()))
@@ -128,7 +128,11 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def check_name(name: Any, where: str) -> None:
     """Raises ValueError if `name` is no name of a setting that is free to choose."""
-    if not isinstance(name, str) or not name.isidentifier() or name in ("source", "output", "progress", "say"):
+    if (
+        not isinstance(name, str)
+        or not name.isidentifier()
+        or name in ("source", "output", "progress", "say", "begun")
+    ):
         raise ValueError(f"{where}: {name!r} cannot be set here")
 
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tnt_hf.conversion.shards import flush, sha256
+from tnt_hf.conversion.files import flush, sha256
 from tnt_hf.conversion.source import read_json
 
 

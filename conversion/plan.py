@@ -7,13 +7,13 @@ from pathlib import Path
 
 from tnt_hf.configuration_tnt import TNTConfig
 from tnt_hf.conversion.families import Family, base_shapes
+from tnt_hf.conversion.layout import BASE, base_names
 from tnt_hf.conversion.shards import NewTensor, split_by_size
 from tnt_hf.conversion.source import Source, StoredTensor
 
 
 # Buffers that old releases of the library stored and newer ones compute.
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq")
-BASE, MEMORY = "model-base-{:05d}-of-{:05d}.safetensors", "model-memory-00001-of-00001.safetensors"
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -91,15 +91,9 @@ def is_same_bytes(source: Source, tensors: Mapping[str, StoredTensor], dtype: st
 def base_shards(
     source: Source, tensors: Mapping[str, StoredTensor], dtype: str | None, most: int
 ) -> tuple[list[Shard], dict[str, str]]:
-    """
-    The base shards of the result and its index so far (tensor name -> shard name).
-
-    The names are chosen for what happens later: `save_pretrained` into the result removes shards of this form that it
-    does not write itself, so nothing of an old state stays behind; and it never writes these, so the source's bytes
-    behind a hard link are never touched.
-    """
+    """The base shards of the result and its index so far (tensor name -> shard name)."""
     if is_same_bytes(source, tensors, dtype):
-        names = {path: BASE.format(i, len(source.shards)) for i, path in enumerate(source.shards.values(), 1)}
+        names = base_names(source.shards.values())
         shards = [Shard(name, path, [], path.stat().st_size) for path, name in names.items()]
         return shards, {name: names[tensor.path] for name, tensor in tensors.items()}
     new = [NewTensor(name, dtype or tensor.dtype, tensor.shape, tensor) for name, tensor in tensors.items()]

@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from tnt_hf.conversion.files import CHUNK, copy_range, write_all
 from tnt_hf.conversion.source import ITEMSIZE, StoredTensor
 
 
@@ -28,9 +29,7 @@ EXPONENT = {
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
-CHUNK = 2**18  # bytes read at a time; a multiple of every item size
 SERIAL = 32_000  # elements; torch starts threads, which take memory each, for 32768 and more
-COPY = 64 * 2**20  # bytes the kernel copies between two steps of the progress bar
 
 
 @dataclass(frozen=True)
@@ -72,25 +71,19 @@ def write_shard(path: Path, tensors: list[NewTensor], advance: Callable[[int], o
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("xb", buffering=0) as file:
-        _write_all(file, len(text).to_bytes(8, "little") + text)
+        write_all(file, len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             origin = tensor.origin
             if not isinstance(origin, StoredTensor):
-                _write_all(file, to_bytes(origin(), tensor))
+                write_all(file, to_bytes(origin(), tensor))
                 advance(tensor.nbytes)
             elif origin.dtype == tensor.dtype:
                 with origin.path.open("rb", buffering=0) as old:
                     copy_range(old, file, origin.start, origin.nbytes, advance)
             else:
                 for block in blocks(origin, bytearray(min(CHUNK, origin.nbytes))):
-                    _write_all(file, converted := cast(block, origin.dtype, tensor.dtype))
+                    write_all(file, converted := cast(block, origin.dtype, tensor.dtype))
                     advance(len(converted))
-
-
-def _write_all(file, content) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[file.write(view) :]
 
 
 def cast(block: memoryview, old: str, new: str) -> bytearray:
@@ -131,49 +124,6 @@ def _fill(file, piece: memoryview) -> int:
     return done
 
 
-def copy_file(source: Path, target: Path, advance: Callable[[int], object]) -> None:
-    """All bytes of a file into a new one."""
-    with source.open("rb", buffering=0) as old, target.open("xb", buffering=0) as new:
-        copy_range(old, new, 0, os.fstat(old.fileno()).st_size, advance)
-
-
-def copy_range(old, new, start: int, count: int, advance: Callable[[int], object]) -> None:
-    """Append `count` bytes from `start` on of the file `old` to `new`, inside the kernel where it offers that."""
-    in_kernel, left = hasattr(os, "copy_file_range"), count
-    while left:
-        try:
-            if in_kernel:
-                done = os.copy_file_range(old.fileno(), new.fileno(), min(left, COPY), start + count - left)
-            else:
-                old.seek(start + count - left)
-                _write_all(new, block := old.read(min(left, CHUNK)))
-                done = len(block)
-        except OSError:
-            if not in_kernel or left < count:
-                raise
-            in_kernel = False  # two file systems that cannot do it; a disk that is full fails below as well
-            continue
-        if not done:
-            raise ValueError(f"{old.name}: ends {left} bytes too early")
-        left -= done
-        advance(done)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def inspect(
     path: Path,
     tensors: list[StoredTensor],
@@ -198,7 +148,7 @@ def inspect(
         def take(block) -> None:
             digest.update(block)
             if copy:
-                _write_all(new, block)
+                write_all(new, block)
                 advance(len(block))
 
         take(file.read(tensors[0].start if tensors else -1))

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tnt_hf.conversion.files import flush
 from tnt_hf.conversion.manifest import MANIFEST, read_manifest
-from tnt_hf.conversion.shards import flush
 
 
 LOCK = "owner.lock"

@@ -1,24 +1,23 @@
 """Filling the folder of a conversion: shards, companions, code, configuration, and a digest of each."""
 
-import errno
 import json
 import os
-import re
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tnt_hf.configuration_tnt import TNTConfig
+from tnt_hf.conversion.files import ROOM, check_room, copy_file, copy_unread, flush, known_digest, sha256
+from tnt_hf.conversion.head_start import HeadStart
+from tnt_hf.conversion.layout import MEMORY
 from tnt_hf.conversion.manifest import file_entry
-from tnt_hf.conversion.plan import MEMORY, Shard
-from tnt_hf.conversion.shards import NewTensor, copy_file, flush, inspect, sha256, write_shard
+from tnt_hf.conversion.plan import Shard
+from tnt_hf.conversion.shards import NewTensor, inspect, write_shard
 from tnt_hf.conversion.source import INDEX, Source, read_header
 
 
 CODE = Path(__file__).resolve().parent.parent / "tnt_hf"
-ROOM = 8 * 2**20  # bytes for all that is not a tensor: code, configuration, tokenizer
 
 
 class Writer:
@@ -29,13 +28,21 @@ class Writer:
         source: where shards and companions come from.
         link: `"auto"`, `"link"` or `"copy"`. check: read linked and copied shards as well.
         progress: show a bar, in bytes. say: told how the shards came here, and why.
+        begun: copies that are under way.
     """
 
     def __init__(
-        self, source: Source, folder: Path, link: str, check: bool, progress: bool, say: Callable[[str], object]
+        self,
+        source: Source,
+        folder: Path,
+        link: str,
+        check: bool,
+        progress: bool,
+        say: Callable[[str], object],
+        begun: HeadStart | None = None,
     ):
         self.source, self.folder, self.link, self.check = source, folder, link, check
-        self.progress, self.say = progress, say
+        self.progress, self.say, self.begun = progress, say, begun
         self.how: dict[str, str] = {}
         self.digests: dict[str, Future | str | None] = {}
 
@@ -55,7 +62,7 @@ class Writer:
             shards = [*shards, Shard(MEMORY, None, memory, sum(tensor.nbytes for tensor in memory))]
             index = index | {tensor.name: MEMORY for tensor in memory}
         need = sum(shard.size for shard in shards if not (linking and shard.source))
-        check_room(self.folder, need + ROOM)
+        check_room(self.folder, need + ROOM - (self.begun.copied if self.begun else 0))
 
         from huggingface_hub.utils import tqdm
 
@@ -64,6 +71,8 @@ class Writer:
         pool = ThreadPoolExecutor(2)
         try:
             with bar:
+                if self.begun:
+                    self.begun.follow(bar.update)
                 for shard in shards:
                     self._write(shard, linking, bar.update, pool)
                     tasks = [digest for digest in self.digests.values() if isinstance(digest, Future)]
@@ -91,7 +100,8 @@ class Writer:
         if self.how[shard.name] == "linked" and not self.check:
             self.digests[shard.name] = known_digest(origin)
         elif self.how[shard.name] == "copied" and not self.check:
-            self.digests[shard.name] = pool.submit(copy_unread, origin, path, advance)
+            begun = self.begun and self.begun.take(origin)
+            self.digests[shard.name] = begun or pool.submit(copy_unread, origin, path, advance)
         elif self.how[shard.name] == "copied":
             task = pool.submit(inspect, origin, read_header(origin), str(origin), path, advance)
             self.digests[shard.name] = task
@@ -106,7 +116,7 @@ class Writer:
         Raises:
             OSError: they cannot, and `link="link"`.
         """
-        if self.link == "copy" or not origins:
+        if self.link == "copy" or not origins or self.begun:
             return False
         trial = self.folder / ".link"
         try:
@@ -157,24 +167,3 @@ class Writer:
     def entries(self) -> dict[str, dict[str, Any]]:
         """What the manifest says of every file."""
         return {name: file_entry(self.folder / name, how, self.digests[name]) for name, how in self.how.items()}
-
-
-def copy_unread(origin: Path, path: Path, advance: Callable[[int], object]) -> str | None:
-    """Copy a file inside the kernel, and return the SHA-256 that its name gives it, if it does."""
-    copy_file(origin, path, advance)
-    flush(path)
-    return known_digest(origin)
-
-
-def known_digest(path: Path) -> str | None:
-    """The SHA-256 of a file that the Hub's cache already names by it."""
-    return path.name if path.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", path.name) else None
-
-
-def check_room(folder: Path, need: int) -> None:
-    """Raises OSError if the file system of `folder` has less than `need` bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise OSError(
-            errno.ENOSPC, f"needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free", str(folder.parent.parent)
-        )

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.convert_command import add_arguments, run
+from tnt_hf.conversion.files import sha256
 from tnt_hf.conversion.manifest import MANIFEST, add_digests, check_manifest, read_manifest
-from tnt_hf.conversion.shards import sha256
 from tnt_hf.recipes.benchmarks.conversion import main as benchmark
 
 

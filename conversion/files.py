@@ -1,0 +1,85 @@
+"""Files as bytes: copied, flushed, digested. Imports nothing heavy, so that a copy need not wait for torch."""
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+CHUNK = 2**18  # bytes read at a time; a multiple of every item size
+COPY = 64 * 2**20  # bytes the kernel copies between two steps of the progress bar
+ROOM = 8 * 2**20  # bytes for all that is not a tensor: code, configuration, tokenizer
+
+
+def write_all(file, content) -> None:
+    """Every byte, however many calls it takes."""
+    view = memoryview(content)
+    while view:
+        view = view[file.write(view) :]
+
+
+def copy_file(source: Path, target: Path, advance: Callable[[int], object]) -> None:
+    """All bytes of a file into a new one."""
+    with source.open("rb", buffering=0) as old, target.open("xb", buffering=0) as new:
+        copy_range(old, new, 0, os.fstat(old.fileno()).st_size, advance)
+
+
+def copy_range(old, new, start: int, count: int, advance: Callable[[int], object]) -> None:
+    """Append `count` bytes from `start` on of the file `old` to `new`, inside the kernel where it offers that."""
+    in_kernel, left = hasattr(os, "copy_file_range"), count
+    while left:
+        try:
+            if in_kernel:
+                done = os.copy_file_range(old.fileno(), new.fileno(), min(left, COPY), start + count - left)
+            else:
+                old.seek(start + count - left)
+                write_all(new, block := old.read(min(left, CHUNK)))
+                done = len(block)
+        except OSError:
+            if not in_kernel or left < count:
+                raise
+            in_kernel = False  # two file systems that cannot do it; a disk that is full fails below as well
+            continue
+        if not done:
+            raise ValueError(f"{old.name}: ends {left} bytes too early")
+        left -= done
+        advance(done)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def copy_unread(origin: Path, path: Path, advance: Callable[[int], object]) -> str | None:
+    """Copy a file inside the kernel, and return the SHA-256 that its name gives it, if it does."""
+    copy_file(origin, path, advance)
+    flush(path)
+    return known_digest(origin)
+
+
+def known_digest(path: Path) -> str | None:
+    """The SHA-256 of a file that the Hub's cache already names by it."""
+    return path.name if path.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", path.name) else None
+
+
+def check_room(folder: Path, need: int) -> None:
+    """Raises OSError if the file system of `folder` has less than `need` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise OSError(
+            errno.ENOSPC, f"needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free", str(folder.parent.parent)
+        )

@@ -1,0 +1,139 @@
+"""Copies that begin before the conversion is imported: the same result, and nothing left where it goes wrong."""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+from checkpoints import save_source
+
+from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.conversion.convert_command import add_arguments, run
+from tnt_hf.conversion.head_start import HeadStart, head_start
+from tnt_hf.conversion.manifest import check_manifest
+
+
+COPY = {"link": "copy", "check": False}
+# The command, stopped where its heavy imports would begin.
+LIGHT = """
+import sys
+sys.argv[0] = "tnt"
+from contextlib import ExitStack
+from tnt_hf.conversion.head_start import head_start
+with ExitStack() as stack:
+    begun = head_start("source", "result", {"link": "copy", "check": False}, print, stack)
+    [copy.result() for copy in begun._copies.values()]
+    assert begun.copied > 0 and not {"torch", "transformers", "numpy"} & sys.modules.keys()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    save_source(tmp_path / "source")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def convert(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(["source", "result", "--copy", "--no-check", "--quiet", *arguments]))
+
+
+def contents(folder):
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.name not in ("README.md", "tnt_manifest.json")
+    }
+
+
+def test_copies_need_neither_torch_nor_transformers(folder):
+    subprocess.run([sys.executable, "-c", LIGHT], check=True)
+    assert [path.name for path in folder.iterdir()] == ["source"]
+
+
+def test_the_result_is_what_it_is_without(folder, monkeypatch):
+    taken = []
+    take = HeadStart.take
+    monkeypatch.setattr(HeadStart, "take", lambda self, origin: taken.append(take(self, origin)) or taken[-1])
+    assert convert() == 0
+    assert taken and None not in taken
+    convert_checkpoint("source", "plain", progress=False, **COPY)
+    assert contents(folder / "result") == contents(folder / "plain")
+    assert check_manifest(folder / "result") == []
+    shard = next((folder / "result").glob("model-base-*"))
+    assert shard.stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("mistake", ["memory_depht=2", "local_chunk_sizes=[0]", "window=0"])
+def test_a_mistake_that_is_found_later_leaves_nothing(folder, mistake):
+    with pytest.raises(ValueError):
+        convert(mistake)
+    assert [path.name for path in folder.iterdir()] == ["source"]
+
+
+def test_what_stops_a_conversion_stops_its_copies(folder, monkeypatch):
+    """The folder can only be removed when nobody writes into it any more."""
+    begun, may_go_on = [], []
+
+    def slow(origin, path, advance):
+        begun.append(path)
+        while not may_go_on:
+            advance(1)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(b"half")
+
+    monkeypatch.setattr("tnt_hf.conversion.head_start.copy_unread", slow)
+    with pytest.raises(ValueError, match="memory_depht"):
+        convert("memory_depht=2")
+    assert begun and [path.name for path in folder.iterdir()] == ["source"]
+
+
+def test_shards_of_another_kind_replace_the_copies(tmp_path, monkeypatch):
+    """Whether a source is fused is known later only: its copies go, and new shards come under the same names."""
+    save_source(tmp_path / "source", "phi3")
+    monkeypatch.chdir(tmp_path)
+    assert convert() == 0
+    convert_checkpoint("source", "plain", progress=False, **COPY)
+    assert contents(tmp_path / "result") == contents(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"link": "link"},
+        {"link": "auto", "check": False},  # one file system: links
+        {"link": "copy"},  # small: read on the way
+        {"link": "copy", "check": True},
+        {**COPY, "dtype": "bfloat16"},
+        {**COPY, "probe": "text"},
+    ],
+)
+def test_nothing_is_begun_where_nothing_is_gained(folder, settings):
+    with ExitStack() as stack:
+        assert head_start("source", "result", settings, print, stack) is None
+    assert [path.name for path in folder.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("fault", ["no source", "inside", "no room", "exists", "damaged"])
+def test_mistakes_are_left_to_the_conversion(folder, monkeypatch, fault):
+    source, output = "source", "result"
+    if fault == "no source":
+        source = "nowhere"
+    elif fault == "inside":
+        output = "source/result"
+    elif fault == "no room":
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    elif fault == "exists":
+        (folder / "result").mkdir()
+        (folder / "result" / "mine.txt").write_text("mine")
+    else:
+        (folder / "source" / "model.safetensors").write_bytes(b"short")
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    with ExitStack() as stack:
+        assert head_start(source, output, COPY, print, stack) is None
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
