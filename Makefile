@@ -14,7 +14,9 @@ TRITON_INSTALL ?= triton==3.9.0; platform_system == "Linux" and platform_machine
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet
+# What the demo and the benchmarks need, and what the tests need beside it.
 STAMP := $(VENV)/.installed
+TESTS := $(VENV)/.installed-tests
 
 # Test workers and the jobs of the demo share the cores, one torch thread each.
 export OMP_NUM_THREADS ?= 1
@@ -45,22 +47,27 @@ $(PY):
 $(STAMP): pyproject.toml constraints.txt | $(PY)
 	$(PIP) -c constraints.txt $(TORCH_INSTALL)
 	$(PY) -c 'import triton' 2>/dev/null || $(PIP) '$(TRITON_INSTALL)'
+	$(PIP) -c constraints.txt 'setuptools>=77'
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[train]'
+	@touch $@
+
+$(TESTS): $(STAMP)
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev,train]'
 	@touch $@
 
-install: $(STAMP)
+install: $(TESTS)
 
-test: $(STAMP)
+test: $(TESTS)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-test-all: $(STAMP)
+test-all: $(TESTS)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'slow or not slow'
 
-lint: $(STAMP)
+lint: $(TESTS)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-format: $(STAMP)
+format: $(TESTS)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 

@@ -1,51 +1,26 @@
-"""Distillation: a converted model learns to predict what its source predicts.
+"""Distillation without a recipe: a converted model learns to predict what its source predicts, in a few lines.
 
 The memory, which starts silent, is trained in full; the weights that came from the source only through LoRA. Rates
 differ by what a parameter does, and were found on a model of a million parameters: measure before using them at scale.
+`tnt train` does the same with `mode: distill`.
 
-Axis legend: B batch   T tokens   V vocabulary
+Axis legend: B batch   T tokens
 """
 
-import re
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import Trainer
 
 from tnt_hf.conversion import lora_config
-from tnt_hf.recipes.data import IGNORED
+from tnt_hf.recipes.objectives import distillation
+from tnt_hf.recipes.optimization import parameter_groups
 from tnt_hf.recipes.training import train_in_order
 
 
-# Which parameters learn at which rate: the first pattern that a name contains decides, the rest of the memory follows.
-KINDS = (
-    ("lora", r"\.lora_[AB]\."),
-    ("gate", r"\.memory\..*gate\.scale"),
-    ("projection", r"\.memory\..*\.?[qkv]_(proj|conv)\."),
-    ("memory", r"\.memory\."),
-)
 RATES = {"lora": 2e-3, "gate": 3e-2, "projection": 3e-3, "memory": 1e-2}
-
-
-def distillation_loss(student: Tensor, teacher: Tensor, labels: Tensor, num_items: Tensor | int | None = None):
-    """
-    KL(teacher || student) in nats, over the tokens that are scored.
-
-    Args:
-        student, teacher: logits `[B, T, V]`; computed in float32.
-        labels: `[B, T]`, only their -100 matter: the prediction at t is scored if the token at t + 1 is.
-        num_items: scored tokens of all batches that make one optimizer step, by default those of this batch.
-
-    Returns:
-        The sum over scored tokens divided by `num_items`, so that it is the mean however a step is cut into batches.
-    """
-    scored = labels[:, 1:] != IGNORED
-    student, teacher = (F.log_softmax(x[:, :-1][scored].float(), -1) for x in (student, teacher))
-    loss = F.kl_div(student, teacher, log_target=True, reduction="sum")
-    return loss / (scored.sum() if num_items is None else num_items)
 
 
 def with_lora(model: nn.Module, rank: int = 8):
@@ -53,28 +28,13 @@ def with_lora(model: nn.Module, rank: int = 8):
     return get_peft_model(model, lora_config(model, r=rank, lora_dropout=0.0))
 
 
-def parameter_groups(model: nn.Module, rates: dict[str, float]) -> list[dict]:
-    """Optimizer groups of the trainable parameters of `model`, one per entry of `KINDS` that occurs.
-
-    Raises:
-        ValueError: a trainable parameter fits no kind, or `rates` lacks its kind.
-    """
-    groups: dict[str, list] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kind = next((kind for kind, pattern in KINDS if re.search(pattern, name)), None)
-            if kind not in rates:
-                raise ValueError(f"rates={rates!r}: has no rate for {name}, whose kind is {kind!r}")
-            groups.setdefault(kind, []).append(parameter)
-    return [{"params": group, "lr": rates[kind], "kind": kind} for kind, group in groups.items()]
-
-
 class DistillationTrainer(Trainer):
-    """`Trainer` whose loss is [`distillation_loss`] against a frozen `teacher`, with one rate per kind of parameter.
+    """`Trainer` whose loss is [`~recipes.objectives.distillation`] against a frozen `teacher`, with one rate per kind
+    of parameter.
 
     Args:
         teacher: a causal language model with the student's vocabulary.
-        rates: learning rate per kind (`KINDS`); the schedule of the arguments multiplies all of them alike.
+        rates: learning rate per kind of [`~recipes.optimization.KINDS`]; the schedule multiplies all of them alike.
         arguments, keywords: as for `Trainer`.
     """
 
@@ -85,21 +45,17 @@ class DistillationTrainer(Trainer):
         self.teacher, self.rates = teacher.eval().requires_grad_(False).to(self.args.device), rates
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs["labels"]
-        inputs = {name: x for name, x in inputs.items() if name != "labels"}
-        outputs = model(**inputs, use_cache=False)
-        with torch.no_grad(), self.accelerator.autocast():
-            target = self.teacher(**inputs, use_cache=False).logits
-        loss = distillation_loss(outputs.logits, target, labels, num_items_in_batch)
+        with self.accelerator.autocast():  # it wraps the model by itself, but not the teacher
+            loss, outputs = distillation(model, inputs, num_items_in_batch, self.teacher)
         return (loss, outputs) if return_outputs else loss
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:
-            groups = parameter_groups(self.model if model is None else model, self.rates)
-            betas = (self.args.adam_beta1, self.args.adam_beta2)
-            self.optimizer = torch.optim.AdamW(
-                groups, betas=betas, eps=self.args.adam_epsilon, weight_decay=self.args.weight_decay
+            groups = parameter_groups(
+                self.model if model is None else model, weight_decay=self.args.weight_decay, rates=self.rates
             )
+            betas = (self.args.adam_beta1, self.args.adam_beta2)
+            self.optimizer = torch.optim.AdamW(groups, betas=betas, eps=self.args.adam_epsilon)
         return self.optimizer
 
 

@@ -16,7 +16,12 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = {"tnt_hf": ROOT / "tnt_hf", "tnt_hf.conversion": ROOT / "conversion", "tnt_hf.recipes": ROOT / "recipes"}
+PACKAGES = {
+    "tnt_hf": ROOT / "tnt_hf",
+    "tnt_hf.conversion": ROOT / "conversion",
+    "tnt_hf.recipes": ROOT / "recipes",
+    "tnt_hf.model_cards": ROOT / "model_cards",
+}
 
 # Files that travel with every checkpoint -> the siblings each may import. Three are split by job: network,
 # coefficients, grid and scan belong to memory_tnt (torch only), costs to configuration_tnt, branch to modeling_tnt.

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tnt_hf import TNTConfig, TNTForCausalLM
-from tnt_hf.cli import DELEGATED, LATER, PRESETS, load_config, main
+from tnt_hf.cli import DELEGATED, LATER, load_config, main
+from tnt_hf.presets import PRESETS
 
 
 ROOT = Path(__file__).parents[1]

@@ -86,7 +86,11 @@ def __getattr__(name: str):
 
 
 def _started_by_command_line() -> bool:
-    return Path(sys.argv[0] if sys.argv else "").stem == "tnt" or sys.orig_argv[1:3] == ["-m", "tnt_hf.cli"]
+    """Whether this process is `tnt ...`, or `python -m tnt_hf....` (with any options of Python before the -m)."""
+    if sys.argv[:1] != ["-m"]:  # what Python puts there while it imports the package of the module it will run
+        return bool(sys.argv) and Path(sys.argv[0]).stem == "tnt"
+    after = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]  # without the module's own arguments
+    return bool(after) and after[-1].removeprefix("-m").startswith("tnt_hf.")
 
 
 if not _started_by_command_line():

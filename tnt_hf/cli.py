@@ -14,44 +14,25 @@ from pathlib import Path
 
 
 # Commands whose engine comes with a later version: listed, and refused with a clear message.
-LATER = {
-    "train": "run a recipe",
-    "eval": "evaluate a checkpoint",
-    "push": "upload a checkpoint with its model card",
-    "bench": "measure speed and memory",
-}
+LATER = {"bench": "measure speed and memory"}
 # Commands that bring their own options, read only when the command is given.
 DELEGATED = {
     "convert": "turn a Llama/Qwen/Mistral-style checkpoint into a TNT checkpoint",
     "verify": "prove what a converted checkpoint promises against its source",
-    "demo": "train, save, reload and check a small TNT on real text",
+    "train": "run a recipe",
+    "eval": "evaluate a checkpoint: perplexity, recall, cost, ablations",
+    "push": "upload a checkpoint with its model card",
+    "demo": "from a Llama trained on real text to a hybrid: convert, verify, distil, stage 2, evaluate",
 }
-# Fields of the baselines; a test holds them equal to the one-liners in the docstring of TNTConfig.
-PRESETS = {
-    "tnt": {},
-    "titans": {
-        "global_chunk_size": 16,
-        "global_read": "current",
-        "local_chunk_sizes": [],
-        "memory_momentum": True,
-        "memory_decay": True,
-    },
-    "ttt": {
-        "global_chunk_size": 16,
-        "global_read": "current",
-        "local_chunk_sizes": [],
-        "memory_layernorm": True,
-        "memory_residual": True,
-    },
-    "sliding-window-only": {"memory_layers": []},
-    "transformer": {"memory_layers": [], "sliding_window": None},
-    "gated-transformer": {"memory_layers": [], "sliding_window": None, "attention_output_gate": True},
-}
+# Those of them that are a module with a `main` of their own.
+MAINS = {"train": "train", "eval": "evaluate", "push": "push", "demo": "demo"}
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; those in `LATER` are only listed."""
+    from tnt_hf.presets import PRESETS
+
     parser = argparse.ArgumentParser(prog="tnt", description="TNT test-time memory for Hugging Face Transformers.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -127,6 +108,7 @@ def load_config(source: str, overrides: list[str]):
     from transformers import PreTrainedConfig
 
     from tnt_hf import TNTConfig
+    from tnt_hf.presets import PRESETS
     from tnt_hf.settings import parse_yaml
 
     path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
@@ -253,7 +235,7 @@ def run_info(options) -> None:
         print("  ".join(cells).rstrip())
 
 
-# ------------------------------------------------------------------------------ tnt generate; convert, verify and demo
+# ------------------------------------------------------------------------------ tnt generate; the other commands
 
 
 def run_generate(options) -> None:
@@ -285,11 +267,9 @@ def run_generate(options) -> None:
 
 
 def run_delegated(options) -> int | None:
-    """`tnt convert`, `tnt verify`, `tnt demo`: everything after the word goes to the command itself."""
-    if options.command == "demo":
-        from tnt_hf.recipes.demo import main as demo
-
-        return demo(options.rest)
+    """Everything after the word goes to the command itself."""
+    if options.command in MAINS:
+        return import_module(f"tnt_hf.recipes.{MAINS[options.command]}").main(options.rest)
     command = import_module(f"tnt_hf.conversion.{options.command}_command")
     parser = argparse.ArgumentParser(prog=f"tnt {options.command}", description=command.__doc__)
     command.add_arguments(parser)

@@ -9,12 +9,19 @@ def parse_yaml(text: str) -> Any:
     YAML in which `1e-6` is a number, as in JSON and YAML 1.2; PyYAML reads YAML 1.1, where it is a string.
 
     Raises:
-        ValueError: the text is no YAML.
+        ValueError: the text is no YAML, or a mapping has a key twice, of which PyYAML would drop the first.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    if key.value in seen:
+                        raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value!r} is given twice")
+                    seen.add(key.value)
+            return super().construct_mapping(node, deep)
 
     number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))

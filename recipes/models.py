@@ -1,0 +1,331 @@
+"""From a recipe's model fields to what is trained: load, make, convert or inject, choose what learns, find a teacher.
+
+preset  -> a new TNT model            source -> converted into output_dir/converted, then loaded
+folder  -> loaded                     inject -> a live model of the library with a memory put into it
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from tnt_hf import TNTConfig, TNTForCausalLM
+from tnt_hf.conversion import convert_checkpoint, inject, load_injected, lora_config
+from tnt_hf.conversion.injection_config import injection_from_dict
+from tnt_hf.conversion.manifest import MANIFEST, read_manifest
+from tnt_hf.presets import PRESETS
+from tnt_hf.recipes.arguments import NEW_MODELS, ModelArguments, RunArguments
+from tnt_hf.recipes.chat import PLAIN_TEMPLATE
+from tnt_hf.recipes.data import train_tokenizer
+from tnt_hf.recipes.objectives import attention_modules, with_memory
+from tnt_hf.recipes.optimization import kind_of
+
+
+CONVERSION_ARGUMENTS = (
+    "window", "keep_full_attention", "probe", "dtype", "link", "seed", "max_shard_size", "check", "revision",
+)  # fmt: skip
+ADAPTER = "adapter_config.json"
+
+
+def load_tokenizer(model: ModelArguments, texts: Callable[[], Any]) -> Any:
+    """
+    The tokenizer of a recipe: `tokenizer`, one of `tokenizer_vocab_size` trained on `texts()`, or the model's own.
+
+    Raises:
+        ValueError: a vocabulary size below 257, or a tokenizer without an end-of-sequence token.
+        OSError: there is none.
+    """
+    if model.tokenizer_vocab_size is not None:
+        tokenizer = train_tokenizer(texts(), model.tokenizer_vocab_size)
+        tokenizer.chat_template = PLAIN_TEMPLATE
+        return tokenizer
+    field = next(x for x in ("tokenizer", "source", "model") if getattr(model, x))
+    name = getattr(model, field)
+    with _naming(field, name):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer={name!r}: has no eos_token, which ends documents")
+    return tokenizer
+
+
+def build_model(
+    model: ModelArguments,
+    run: RunArguments,
+    *,
+    output_dir: str | Path,
+    tokenizer: Any = None,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    say: Callable[[str], object] = print,
+) -> tuple[nn.Module, nn.Module | None]:
+    """
+    The model to train, with `requires_grad` only where it learns, and its frozen teacher in the modes that have one.
+
+    Args:
+        output_dir: of the run; a `source` is converted into its folder `converted`, once.
+        tokenizer: whose vocabulary the model has to cover, and gives a new model its size and special tokens.
+        sequence_length: tokens that the model has to have positions for.
+        seed: of what starts at random.
+        say: told what is being done, a line each.
+
+    Returns:
+        (model, teacher or `None`). With `trainable="lora"` the model is a `PeftModel`.
+
+    Raises:
+        ValueError: a model that does not fit the recipe, naming the field.
+        OSError: a model cannot be read or a conversion cannot be written.
+    """
+    name = model.model
+    if model.source is not None:
+        name = str(convert_once(model, Path(output_dir) / "converted", seed, say))
+    torch.manual_seed(seed)
+    student = new_model(model, tokenizer) if name in NEW_MODELS else load_model(name, model, seed)
+    _check_sizes(student, tokenizer, sequence_length)
+    if run.mode == "stage2" and student.config.model_type != "tnt":
+        raise ValueError(f"model={name!r}: mode='stage2' needs a TNT model, not {student.config.model_type!r}")
+    teacher = None
+    if run.mode in ("align", "distill"):
+        teacher = load_teacher(name, model)
+        _check_teacher(student, teacher, run.mode)
+    return set_trainable(student, model.trainable, model.lora), teacher
+
+
+# --------------------------------------------------------------------------------------------------------- the student
+
+
+def new_model(model: ModelArguments, tokenizer: Any = None) -> nn.Module:
+    """
+    A model with random weights, a preset of TNT's or a Llama: the tokenizer's vocabulary and special tokens, and
+    `model_config`.
+
+    Raises:
+        ValueError: a field that is invalid or unknown to a Llama; half precision; a folder has the name of the preset.
+    """
+    if Path(model.model).is_dir():
+        raise ValueError(
+            f"model={model.model!r}: is a preset and a folder here; write './{model.model}' for the folder"
+        )
+    if _dtype(model).itemsize < 4:  # and the memory's weights are never less than float32
+        raise ValueError(f"dtype={model.dtype!r}: a new model starts in float32; bf16: true computes in bfloat16")
+    fields = dict(PRESETS.get(model.model, {}))
+    if tokenizer is not None:
+        fields["vocab_size"] = len(tokenizer)
+        fields |= {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    if model.model in PRESETS:
+        config = TNTConfig(**fields | model.model_config)
+    else:
+        known = LlamaConfig().to_dict()
+        for name, value in model.model_config.items():
+            if name not in known:
+                raise ValueError(f"model_config.{name}={value!r}: is no field of a Llama")
+        config = LlamaConfig(**fields | model.model_config)
+    options = {} if model.attn_implementation is None else {"attn_implementation": model.attn_implementation}
+    return AutoModelForCausalLM.from_config(config, dtype=_dtype(model), **options)
+
+
+def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
+    """
+    A model from a folder or the Hub: TNT's own with `model_config` applied, an injected one with its memory, or any
+    other of the library, into which `inject` is put.
+
+    Raises:
+        ValueError: tensors are missing, left over or of another shape; `model_config` for a model that is no TNT; an
+            injection that does not fit.
+    """
+    options = _load_options(model)
+    folder = Path(name)
+    if (folder / ADAPTER).is_file():
+        _refuse_fields(name, model)
+        adapted = load_injected(name, is_trainable=True, **options)
+        return adapted.train()
+    with _naming("model", name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+    if config.model_type == "tnt":
+        if model.inject:
+            raise ValueError(f"inject={model.inject!r}: {name!r} is a TNT model, which has its memory")
+        return _load_tnt(name, model.model_config, options)
+    _refuse_fields(name, model)
+    if hasattr(config, "tnt_injection"):
+        return load_injected(name, **options).requires_grad_(True).train()
+    live = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=model.trust_remote_code, **options)
+    if model.inject:
+        inject(live, injection_from_dict({"kind": "liza", **model.inject}), seed=seed)
+    return live
+
+
+def _load_tnt(name: str, fields: dict[str, Any], options: dict[str, Any]) -> nn.Module:
+    """A TNT model with other fields: what a model can change while it lives is changed after loading, so that the
+    rates that belong to the chunk sizes of its training stay."""
+    live = ("local_chunk_sizes", "sliding_window")
+    fixed = {field: value for field, value in fields.items() if field not in live}
+    try:
+        loaded, found = TNTForCausalLM.from_pretrained(name, output_loading_info=True, **fixed, **options)
+    except RuntimeError as error:  # the library's, many lines long
+        raise ValueError(f"model={name!r}: its weights do not fit model_config={fixed!r}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found[kind]:
+            raise ValueError(f"model={name!r}: {kind.replace('_', ' ')}, the first is {sorted(found[kind])[0]!r}")
+    if "local_chunk_sizes" in fields:
+        loaded.set_local_chunk_sizes(fields["local_chunk_sizes"])
+    if "sliding_window" in fields:
+        loaded.set_sliding_window(fields["sliding_window"])
+    return loaded
+
+
+def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[str], object]) -> Path:
+    """
+    `source` converted into the folder `target`, or the conversion that is there already if it is the same.
+
+    Raises:
+        ValueError: an argument that the conversion does not have; another conversion is there.
+    """
+    known = [*CONVERSION_ARGUMENTS, *TNTConfig.__annotations__]
+    for name, value in model.convert.items():
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"convert.{name}={value!r}: is no argument of convert_checkpoint{hint}")
+    arguments = {"seed": seed, **model.convert}
+    if (target / MANIFEST).is_file():
+        done = read_manifest(target)["conversion"]
+        wanted = {name: arguments.get(name) for name in ("window", "seed")}
+        wanted["source"] = Path(model.source).resolve().name if Path(model.source).is_dir() else model.source
+        wanted["fields"] = {name: x for name, x in arguments.items() if name not in CONVERSION_ARGUMENTS}
+        if different := [name for name, value in wanted.items() if done.get(name) != value]:
+            name = different[0]
+            raise ValueError(
+                f"output_dir: {target} is a conversion with {name}={done.get(name)!r}, not {wanted[name]!r}; choose"
+                " another output_dir"
+            )
+        say(f"{model.source} was converted before, into {target}")
+        return target
+    say(f"converting {model.source} into {target}")
+    return convert_checkpoint(model.source, target, progress=False, say=say, **arguments)
+
+
+def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None = None) -> nn.Module:
+    """
+    Freeze what is not to learn. Returns `model`, wrapped by peft for `"lora"`.
+
+    Raises:
+        ValueError: nothing would learn: the model has no (local) memory.
+    """
+    if trainable == "lora":
+        if hasattr(model, "peft_config"):
+            return model
+        from peft import get_peft_model
+
+        return get_peft_model(model, lora_config(model, **(lora or {})))
+    if hasattr(model, "peft_config"):
+        raise ValueError(f"trainable={trainable!r}: the model is an adapter, which goes on as trainable='lora'")
+    if trainable == "local_memories":
+        if not (isinstance(model, TNTForCausalLM) and model.freeze_for_stage2()):
+            raise ValueError(f"trainable={trainable!r}: {type(model).__name__} has no local memory")
+        return model
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable == "all" or kind_of(name) in ("gate", "projection", "memory"))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"trainable={trainable!r}: {type(model).__name__} has no memory with parameters")
+    return model
+
+
+def finished(model: nn.Module) -> nn.Module:
+    """
+    What a run saves of the model it trained: LoRA on a TNT model is merged, which makes a standalone model that
+    `AutoModelForCausalLM` loads. An adapter on an injected model stays one, for `load_injected`, since a base of the
+    library cannot hold its memory.
+    """
+    if hasattr(model, "peft_config") and model.get_base_model().config.model_type == "tnt":
+        model = model.merge_and_unload()
+    model.config.use_cache = True  # Trainer turns it off, and it would be saved like that
+    return model
+
+
+# --------------------------------------------------------------------------------------------------------- the teacher
+
+
+def load_teacher(name: str, model: ModelArguments) -> nn.Module:
+    """
+    The frozen teacher: `teacher`, else `source`, else the model that memory was injected into, else the TNT model's
+    own base weights with full attention in every layer and no memory.
+    """
+    options = _load_options(model)
+    source = model.teacher or model.source or (name if model.inject else None)
+    if source is not None:
+        with _naming("teacher" if model.teacher else "source" if model.source else "model", source):
+            teacher = AutoModelForCausalLM.from_pretrained(
+                source, trust_remote_code=model.trust_remote_code, **options
+            )
+    else:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+        if config.model_type != "tnt":
+            raise ValueError(f"teacher=None: must be given for {name!r}, a model of type {config.model_type!r}")
+        fields = {"memory_layers": [], "sliding_window": None, "layer_types": None}
+        teacher = TNTForCausalLM.from_pretrained(name, **fields, **options)
+    return teacher.eval().requires_grad_(False)
+
+
+def _check_teacher(student: nn.Module, teacher: nn.Module, mode: str) -> None:
+    mine, theirs = student.config, teacher.config
+    if mode == "distill" and mine.vocab_size != theirs.vocab_size:
+        raise ValueError(f"teacher: has a vocabulary of {theirs.vocab_size}, the model one of {mine.vocab_size}")
+    if mode == "align":
+        counts = [len(attention_modules(model)) for model in (student, teacher)]
+        if not counts[0] or counts[0] != counts[1] or mine.hidden_size != theirs.hidden_size:
+            raise ValueError(
+                f"teacher: has {counts[1]} layers of attention of width {theirs.hidden_size}, the model {counts[0]} of"
+                f" {mine.hidden_size}; mode='align' compares them one by one"
+            )
+        if not with_memory(student):
+            raise ValueError(f"model={type(student).__name__}: has no memory beside attention for mode='align'")
+
+
+# ------------------------------------------------------------------------------------------------------------- details
+
+
+@contextmanager
+def _naming(field: str, name: str):
+    """Errors of the library's loading say which field of the recipe they are about."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{field}={name!r}: {error}") from error
+
+
+def _dtype(model: ModelArguments) -> torch.dtype:
+    dtype = getattr(torch, model.dtype or "float32", None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={model.dtype!r}: must be a floating-point type of torch, such as 'bfloat16'")
+    return dtype
+
+
+def _load_options(model: ModelArguments) -> dict[str, Any]:
+    options: dict[str, Any] = {"dtype": _dtype(model)}
+    if model.attn_implementation is not None:
+        options["attn_implementation"] = model.attn_implementation
+    return options
+
+
+def _refuse_fields(name: str, model: ModelArguments) -> None:
+    if model.model_config:
+        field, value = next(iter(model.model_config.items()))
+        raise ValueError(f"model_config.{field}={json.dumps(value)}: {name!r} is no TNT model, only those take fields")
+
+
+def _check_sizes(model: nn.Module, tokenizer: Any, sequence_length: int | None) -> None:
+    rows, positions = model.get_input_embeddings().num_embeddings, None
+    if tokenizer is not None and len(tokenizer) > rows:
+        raise ValueError(f"tokenizer: has {len(tokenizer)} tokens, but vocab_size={rows}")
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if sequence_length is not None and positions is not None and sequence_length > positions:
+        raise ValueError(
+            f"sequence_length={sequence_length}: is more than max_position_embeddings={positions} of the model; set"
+            " model_config.max_position_embeddings, and rope_parameters where the model needs it"
+        )

@@ -1,0 +1,77 @@
+"""Optimizer groups: which parameters learn at which rate, and which of them decay.
+
+Weight decay is for the matrices of ordinary layers. W_init of a memory, every gate, norms and biases have values that
+mean something by themselves, and decay would pull them to zero.
+"""
+
+import re
+
+from torch import nn
+
+
+# What a parameter is, by the first pattern that its name contains.
+KINDS = (
+    ("lora", r"\.lora_[AB]\."),
+    ("gate", r"\.memory\.(.*\.)?gate\.scale"),
+    ("projection", r"\.memory\.(.*\.)?[qkv]_(proj|conv)\."),
+    ("memory", r"\.memory\."),
+    ("base", ""),
+)
+# W_init and the token-dependent gates are all that `memories.N` holds; LiZA's gates are beta_proj and decay_proj.
+UNDECAYED = r"norm|\.bias$|persistent_(keys|values)|\.memory\.(.*\.)?(memories\.\d+|gate|beta_proj|decay_proj)\."
+
+
+def kind_of(name: str) -> str:
+    """The kind of a parameter, one of `KINDS`, from its name in `model.named_parameters()`."""
+    return next(kind for kind, pattern in KINDS if re.search(pattern, name))
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies to a parameter: matrices that are no W_init, gate, norm or persistent token."""
+    return parameter.ndim > 1 and not re.search(UNDECAYED, name)
+
+
+def parameter_groups(
+    model: nn.Module,
+    learning_rate: float | None = None,
+    weight_decay: float = 0.0,
+    memory_learning_rate: float | None = None,
+    gate_learning_rate: float | None = None,
+    rates: dict[str, float] | None = None,
+) -> list[dict]:
+    """
+    Groups for an optimizer that hold every trainable parameter of `model` exactly once.
+
+    Args:
+        learning_rate: of everything that has no other rate.
+        weight_decay: of what [`decays`]; 0 for the rest.
+        memory_learning_rate: of the memory; gate_learning_rate: of the factor with which it joins attention.
+        rates: instead of these three, one rate per kind in `KINDS`.
+
+    Returns:
+        `{"params", "lr", "weight_decay", "kind", "names"}`, at most two for each kind, in the order of `KINDS`.
+
+    Raises:
+        ValueError: nothing is trainable, or `rates` lacks the kind of a trainable parameter.
+    """
+    if rates is None:
+        memory = learning_rate if memory_learning_rate is None else memory_learning_rate
+        gate = learning_rate if gate_learning_rate is None else gate_learning_rate
+        rates = {"lora": learning_rate, "gate": gate, "projection": memory, "memory": memory, "base": learning_rate}
+    groups = {
+        (kind, decayed): {"params": [], "names": [], "kind": kind, "weight_decay": weight_decay if decayed else 0.0}
+        for kind, _ in KINDS
+        for decayed in (True, False)
+    }
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = kind_of(name)
+            if rates.get(kind) is None:
+                raise ValueError(f"rates={rates!r}: has no rate for {name}, whose kind is {kind!r}")
+            group = groups[kind, decays(name, parameter)]
+            group["lr"] = rates[kind]
+            group["params"].append(parameter)
+            group["names"].append(name)
+    if not any(group["params"] for group in groups.values()):
+        raise ValueError(f"model={type(model).__name__}: has no trainable parameter")
+    return [group for group in groups.values() if group["params"]]

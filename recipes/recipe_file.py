@@ -1,0 +1,330 @@
+"""One YAML is one run: a file and a command line become the four dataclasses of a recipe.
+
+    --config recipes/tnt_debug/stage1.yaml --learning_rate 1e-3 --model_config.hidden_size 64 --local_chunk_sizes 4 8
+
+The file is a flat mapping of fields; the command line overrides it, and mappings are merged, not replaced. A field of
+`TNTConfig` may stand where a field of a recipe may and means `model_config.FIELD`. Everything is checked before
+anything is loaded: names, types, ranges, and settings that contradict each other.
+"""
+
+import math
+import os
+import types
+import typing
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tnt_hf.recipes.arguments import MODES, NEW_MODELS, TRAINABLE, DataArguments, ModelArguments, RunArguments
+from tnt_hf.settings import parse_yaml
+
+
+# What a recipe expects of `TrainingArguments` where it says nothing; the library has other ideas.
+TRAINER_DEFAULTS = {
+    "num_train_epochs": 1.0,
+    "logging_steps": 10.0,
+    "logging_nan_inf_filter": False,
+    "save_only_model": False,
+    "remove_unused_columns": False,
+    "seed": 0,
+}
+AT_LEAST_1 = (
+    "eval_rows", "gradient_accumulation_steps", "per_device_eval_batch_size",
+    "per_device_train_batch_size", "sequence_length", "tokenizer_vocab_size", "train_tokens",
+)  # fmt: skip
+AT_LEAST_0 = (
+    "dataloader_num_workers", "gate_learning_rate", "learning_rate", "max_grad_norm", "memory_learning_rate",
+    "memory_logging_steps", "num_train_epochs", "seed", "warmup_steps", "weight_decay",
+    "window_dropout_warmup_steps",
+)  # fmt: skip
+
+
+@dataclass
+class Recipe:
+    """A run: its four dataclasses, and where they come from.
+
+    Attributes:
+        training: `transformers.TrainingArguments`.
+        given: the settings that were given, `{field: value}`, in the order of the dataclasses.
+        name: `<folder>/<file>.yaml` of the recipe, `None` without one.
+    """
+
+    model: ModelArguments
+    data: DataArguments
+    run: RunArguments
+    training: Any
+    given: dict[str, Any]
+    name: str | None
+
+
+class Text(str):
+    """A value from the command line, not yet read."""
+
+
+def read_recipe(arguments: list[str]) -> Recipe:
+    """
+    The recipe that a command line asks for: `--config FILE` and `--field value` for any field.
+
+    Raises:
+        ValueError: an unknown field (naming the closest one), a value of the wrong type or out of range, or settings
+            that contradict each other.
+        OSError: the file of the recipe cannot be read.
+    """
+    from transformers import HfArgumentParser, TrainingArguments
+
+    from tnt_hf import TNTConfig
+
+    path, overrides = _command_line(arguments)
+    settings = {} if path is None else _read(path)
+    hints = {}
+    for kind in (ModelArguments, DataArguments, RunArguments, TrainingArguments):
+        hints |= {name: hint for name, hint in typing.get_type_hints(kind).items() if _is_field(kind, name)}
+    known = set(TNTConfig.__annotations__)
+    flat: dict[str, Any] = {}
+    for layer in (settings, overrides):
+        for name, value in layer.items():
+            _place(flat, name, value, hints, known)
+    given = {name: _typed(name, flat[name], hint) for name, hint in hints.items() if name in flat}
+    for names, least in ((AT_LEAST_1, 1), (AT_LEAST_0, 0)):
+        for name in names:
+            if given.get(name) is not None and given[name] < least:
+                raise ValueError(f"{name}={given[name]!r}: must be at least {least}")
+    name = None if path is None else f"{path.parent.name}/{path.name}"
+    _check_settings(given)
+
+    training = TRAINER_DEFAULTS | {"report_to": "tensorboard" if find_spec("tensorboard") else "none"}
+    training["output_dir"] = os.path.join("runs", *(("train",) if path is None else (path.parent.name, path.stem)))
+    parser = HfArgumentParser((ModelArguments, DataArguments, RunArguments, TrainingArguments))
+    return Recipe(*parser.parse_dict(training | given), given=given, name=name)
+
+
+# --------------------------------------------------------------------------------------- the file and the command line
+
+
+def _command_line(arguments: list[str]) -> tuple[Path | None, dict[str, Any]]:
+    """The path behind `--config`, and `{name: Text or list of them}`; `--a-b=c`, `--a_b c`, `--flag`, `--list 1 2`."""
+    given: dict[str, Any] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            raise ValueError(f"{word!r}: is no option; settings are given as --field value")
+        name, equals, value = word[2:].partition("=")
+        values = [value] if equals else []
+        while not equals and words and not words[0].startswith("--"):
+            values.append(words.pop(0))
+        name = name.replace("-", "_")
+        if name in given:
+            raise ValueError(f"--{name} {' '.join(values)}: is given twice")
+        if not values:
+            values = ["true"]
+        given[name] = Text(values[0]) if len(values) == 1 else [Text(value) for value in values]
+    config = given.pop("config", None)
+    return (None if config is None else find_recipe(config)), given
+
+
+def find_recipe(name: str) -> Path:
+    """
+    The file of a recipe: a path, or `tnt_debug/stage1` for one that comes with the package.
+
+    Raises:
+        FileNotFoundError: neither exists.
+    """
+    packaged = Path(__file__).parent
+    inside = str(name).removeprefix("recipes/")
+    for path in (Path(name), Path(f"{name}.yaml"), packaged / inside, packaged / f"{inside}.yaml"):
+        if path.is_file():
+            return path
+    known = sorted(f"{path.parent.name}/{path.stem}" for path in packaged.glob("*/*.yaml"))
+    raise FileNotFoundError(f"config={str(name)!r}: is no file and no recipe of the package ({', '.join(known)})")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    try:
+        settings = parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"config={str(path)!r}: {error}") from error
+    if settings is not None and not isinstance(settings, dict):
+        raise ValueError(f"config={str(path)!r}: must hold a mapping of fields, not {type(settings).__name__}")
+    return settings or {}
+
+
+def _place(flat: dict[str, Any], name: Any, value: Any, hints: dict[str, Any], config_fields: set[str]) -> None:
+    """Put a setting into `flat` under its field, `a.b` into the mapping a, a field of TNTConfig into model_config."""
+    first, *rest = str(name).split(".")
+    if first not in hints and first in config_fields:
+        first, rest = "model_config", [first, *rest]
+    if first not in hints:
+        raise ValueError(f"{name}={_shown(value)}: is no field{_closest(first, [*hints, *config_fields])}")
+    if rest and not _is_mapping(hints[first]):
+        raise ValueError(f"{name}={_shown(value)}: {first} is no mapping")
+    if rest or _is_mapping(hints[first]):
+        value = _parsed(value)
+    for key in reversed(rest):
+        value = {key: value}
+    for field in value if first == "model_config" and isinstance(value, dict) else ():
+        if field not in config_fields:
+            raise ValueError(
+                f"model_config.{field}={_shown(value[field])}: is no field{_closest(field, config_fields)}"
+            )
+    flat[first] = _merged(flat.get(first), value)
+
+
+def _closest(name: Any, known: Any) -> str:
+    near = get_close_matches(str(name), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """`new` over `old`, mapping by mapping; null empties a mapping."""
+    if isinstance(old, dict) and new is None:
+        return {}
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+
+
+def _parsed(value: Any) -> Any:
+    """A value from the command line as YAML reads it; others as they are."""
+    if isinstance(value, list):
+        return [_parsed(item) for item in value]
+    return parse_yaml(str(value)) if isinstance(value, Text) else value
+
+
+def _shown(value: Any) -> str:
+    value = repr(str(value) if isinstance(value, Text) else value)
+    return value if len(value) <= 60 else f"{value[:57]}..."
+
+
+# ---------------------------------------------------------------------------------------------------- types and ranges
+
+
+def _is_field(kind: type, name: str) -> bool:
+    return any(field.name == name and field.init for field in fields(kind))
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a type hint."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _is_mapping(hint: Any) -> bool:
+    return any((typing.get_origin(kind) or kind) is dict for kind in _kinds(hint))
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value that YAML made may stand in a field of this type."""
+    origin = typing.get_origin(kind) or kind
+    if origin is typing.Any:
+        return True
+    if origin is typing.Literal:
+        return value in typing.get_args(kind)
+    if origin in (int, float):
+        return isinstance(value, (int, float) if origin is float else int) and not isinstance(value, bool)
+    if isinstance(origin, type) and issubclass(origin, Enum):
+        return value in [member.value for member in origin]
+    if origin is list:
+        items = typing.get_args(kind) or (typing.Any,)
+        return isinstance(value, list) and all(_fits(item, items[0]) for item in value)
+    return isinstance(origin, type) and type(value) is origin
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """`value` as a field of type `hint` may hold it; raises `ValueError`, naming the field."""
+    kinds, raw = _kinds(hint), value
+    value = _parsed(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: must be finite")
+    if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
+        value = int(value)  # 1e9 tokens
+    enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
+    if value is False and any("no" in [member.value for member in kind] for kind in enums):
+        value = "no"  # which YAML reads as false
+    if enums and value is not None:  # the library also takes any string there, and fails later
+        kinds = tuple(kind for kind in kinds if kind is not str)
+    if any(_fits(value, kind) for kind in kinds):
+        return value
+    if isinstance(raw, Text) and str in kinds:
+        return str(raw)
+    if isinstance(raw, Text) and any(typing.get_origin(kind) is list and _fits([value], kind) for kind in kinds):
+        return [value]
+    names = [
+        "one of " + ", ".join(repr(member.value) for member in kind) if kind in enums else _type_name(kind)
+        for kind in kinds
+    ]
+    raise ValueError(f"{name}={_shown(value)}: must be {' or '.join(names)}")
+
+
+def _type_name(kind: Any) -> str:
+    origin = typing.get_origin(kind) or kind
+    names = {
+        int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping",
+        list: "a list", types.NoneType: "null",
+    }  # fmt: skip
+    return names.get(origin, str(getattr(origin, "__name__", origin)))
+
+
+# --------------------------------------------------------------------------------- settings that contradict each other
+
+
+def _check_settings(given: dict[str, Any]) -> None:
+    """Raises `ValueError` for a setting that is impossible together with another one, before anything is loaded."""
+
+    def value(name: str) -> Any:
+        if name in given:
+            return given[name]
+        for kind in (ModelArguments, DataArguments, RunArguments):
+            for field in fields(kind):
+                if field.name == name:
+                    return field.default if field.default_factory is MISSING else field.default_factory()
+        return None
+
+    def refuse(name: str, reason: str):
+        raise ValueError(f"{name}={_shown(value(name))}: {reason}")
+
+    for name, choices in (("mode", MODES), ("trainable", TRAINABLE)):
+        if value(name) not in choices:
+            refuse(name, f"must be one of {', '.join(choices)}")
+    for name, top in (("eval_share", 1), ("window_dropout", None)):
+        if not 0 <= value(name) <= 1 or value(name) == top:
+            refuse(name, f"must be in [0, 1{')' if top else ']'}")
+    if value("train_tokens") is not None and (value("max_steps") or -1) > 0:
+        refuse("train_tokens", f"says how long the run is, and so does max_steps={value('max_steps')!r}: give one")
+    if value("tokenizer") is not None and value("tokenizer_vocab_size") is not None:
+        refuse("tokenizer_vocab_size", "trains a tokenizer, but tokenizer names one: give one of them")
+
+    mode, model, trainable, preset = value("mode"), value("model"), value("trainable"), value("model") in NEW_MODELS
+    if value("source") is not None:
+        if "model" in given:
+            refuse("model", "is what is trained, but source names a checkpoint to convert and train: give one of them")
+        if value("model_config"):
+            refuse("model_config", "belongs to a model that exists; with source, put the fields into convert")
+        if value("inject"):
+            refuse("inject", "puts memory into a live model, but source is converted: name it as model instead")
+    elif value("convert"):
+        refuse("convert", "needs source, the checkpoint to convert")
+    elif preset and mode in ("stage2", "align", "distill", "long"):
+        refuse("mode", f"goes on from a trained model; name its folder as model, not the preset {model!r}")
+    elif preset and value("inject"):
+        refuse("inject", f"needs a pretrained model to put the memory into, not the preset {model!r}")
+    elif preset and value("tokenizer") is None and value("tokenizer_vocab_size") is None:
+        refuse("tokenizer", f"must be given with the preset {model!r}, or tokenizer_vocab_size")
+    if value("source") is not None and mode == "stage2":
+        refuse("mode", "goes on from a trained TNT model, not from a source to convert; name its folder as model")
+    if value("lora") and trainable != "lora":
+        refuse("lora", f"has no effect with trainable={trainable!r}; use trainable='lora'")
+    if mode == "align" and trainable != "memory":
+        refuse("trainable", "mode='align' trains the memory and its gates only; use trainable='memory'")
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if mode == "align" and value(name):
+            refuse(name, "would recompute layers without the inputs that mode='align' gives them")
+    if value("teacher") is not None and mode not in ("align", "distill"):
+        refuse("teacher", f"has no effect in mode={mode!r}, only in align and distill")
+    if mode == "sft" and value("dataset_name") == "python-stdlib":
+        refuse("dataset_name", "holds no conversations; mode='sft' needs a dataset with a column of messages")
+    if value("streaming") and value("train_tokens") is None and (value("max_steps") or -1) < 1:
+        refuse("streaming", "has no length that is known; give train_tokens or max_steps")

@@ -1,0 +1,334 @@
+"""`tnt train`: run a recipe. One YAML file is one run, and every field can be overridden.
+
+    tnt train --config tnt_debug/stage1 --learning_rate 1e-3
+    accelerate launch -m tnt_hf.recipes.train --config recipes/tnt_debug/stage1.yaml
+
+The settings are checked before anything is loaded, the data before the model, and `output_dir` is written to when
+everything is there. The same command goes on with a run that was killed.
+"""
+
+import math
+import os
+import shlex
+import sys
+from dataclasses import MISSING, fields
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from tnt_hf.recipes.arguments import DataArguments, ModelArguments, RunArguments
+
+
+RESOLVED = "recipe.yaml"  # the settings of a run, in its output_dir
+# What may differ between a run and its continuation.
+FREE = (
+    "disable_tqdm", "eval_on_start", "eval_steps", "eval_strategy", "log_level", "logging_first_step", "logging_steps",
+    "memory_logging_steps", "output_dir", "plots", "report_to", "resume_from_checkpoint", "run_name", "save_steps",
+    "save_strategy", "save_total_limit",
+)  # fmt: skip
+# The fields of TrainingArguments that recipes use most, with the default of a recipe; a test compares them.
+TRAINER_HELP = {
+    "output_dir": ("runs/<folder>/<file>", "everything the run writes; the same command goes on where it stopped"),
+    "max_steps": (-1, "optimizer steps, instead of train_tokens or num_train_epochs"),
+    "num_train_epochs": (1.0, "passes over the data where nothing else says how long"),
+    "learning_rate": (5e-5, "of everything that has no rate of its own"),
+    "lr_scheduler_type": ("linear", "linear, cosine, constant_with_warmup, ..."),
+    "warmup_steps": (0, "steps of warm-up, or below 1 their share"),
+    "weight_decay": (0.0, "of matrices; none on W_init, gates, norms and biases"),
+    "max_grad_norm": (1.0, "clips the norm of the gradient"),
+    "per_device_train_batch_size": (8, "rows per device and micro-batch"),
+    "gradient_accumulation_steps": (1, "micro-batches per optimizer step"),
+    "activation_checkpointing": (False, "recompute layers in the backward pass, to save memory"),
+    "bf16": (False, "compute in bfloat16, with weights in float32"),
+    "use_cpu": (False, "train on the CPU even where there is a GPU"),
+    "logging_steps": (10.0, "steps between two logs"),
+    "eval_strategy": ("no", "steps or epoch: evaluate while training, needs eval_split or eval_share"),
+    "save_steps": (500, "steps between two checkpoints"),
+    "save_total_limit": (None, "checkpoints to keep"),
+    "resume_from_checkpoint": (None, "a checkpoint, or never; by default the newest complete one in output_dir"),
+    "report_to": ("tensorboard", "tensorboard, trackio, wandb, ... or none"),
+    "seed": (0, "of everything that is random"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """
+    Runs a recipe. Returns the exit status: 0; 2 for a mistake in the input; 1 if a loss or a gradient was no finite
+    number. Both are told in one line.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or {"-h", "--help", "--help-all"} & set(arguments):
+        print(help_text(everything="--help-all" in arguments))
+        return 0
+    try:
+        train(arguments)
+    except (ValueError, OSError, FloatingPointError) as error:
+        print(f"tnt train: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, FloatingPointError) else 2
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def train(arguments: list[str]) -> dict[str, float]:
+    """
+    Runs the recipe of a command line.
+
+    Returns:
+        The final metrics, as `training.json` has them.
+
+    Raises:
+        ValueError: a setting, the data or a model is not acceptable, or `output_dir` belongs to another run.
+        OSError: something cannot be read or written.
+        FloatingPointError: a loss or a gradient was no finite number.
+    """
+    recipe, trainer, facts = prepare(arguments)
+    if trainer.is_world_process_zero():
+        claim_output(Path(trainer.args.output_dir), recipe.given)
+    metrics = trainer.fit(resume=trainer.args.resume_from_checkpoint or "auto", facts=facts)
+    if trainer.is_world_process_zero():
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        print(f"{shown}; results are in {trainer.args.output_dir}", flush=True)
+    return metrics
+
+
+def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
+    """
+    Everything up to the first step: (the [`~recipes.recipe_file.Recipe`], its [`~recipes.trainer.RecipeTrainer`], the
+    facts that the trainer cannot know). Writes nothing into `output_dir` but the conversion of a `source`.
+    """
+    import tnt_hf
+
+    tnt_hf.register()
+    from transformers import set_seed
+
+    from tnt_hf.recipes.models import build_model, load_tokenizer
+    from tnt_hf.recipes.objectives import OBJECTIVES
+    from tnt_hf.recipes.optimization import parameter_groups
+    from tnt_hf.recipes.recipe_file import read_recipe
+    from tnt_hf.recipes.trainer import RecipeTrainer
+    from tnt_hf.recipes.training_data import build_datasets, training_texts
+
+    recipe = read_recipe(arguments)
+    run, args = recipe.run, recipe.training
+    rows_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    if run.train_tokens is not None:
+        args.max_steps = math.ceil(run.train_tokens / (rows_per_step * recipe.data.sequence_length))
+    if args.device.type == "cpu":
+        args.dataloader_pin_memory = False  # there is nothing to pin it for
+    say = (lambda line: print(line, flush=True)) if args.process_index == 0 else (lambda line: None)
+    check_output(Path(args.output_dir), recipe.given)
+    callbacks = scheduled(run, args.seed)
+
+    set_seed(args.seed)
+    tokenizer = load_tokenizer(recipe.model, lambda: training_texts(recipe.data))
+    data = build_datasets(recipe.data, tokenizer, seed=args.seed, mode=run.mode, rows_per_step=rows_per_step)
+    with args.main_process_first(local=False, desc="making the model"):  # one process converts for all
+        model, teacher = build_model(
+            recipe.model,
+            run,
+            output_dir=args.output_dir,
+            tokenizer=tokenizer,
+            sequence_length=recipe.data.sequence_length,
+            seed=args.seed,
+            say=say,
+        )
+    groups = parameter_groups(
+        model, args.learning_rate, args.weight_decay, run.memory_learning_rate, run.gate_learning_rate
+    )
+    for line in plan(recipe, model, groups, data, rows_per_step):
+        say(line)
+    trainer = RecipeTrainer(
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        data_collator=data.collator,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+        objective=OBJECTIVES[run.mode],
+        teacher=teacher,
+        groups=groups,
+        data_state=data.state,
+        memory_logging_steps=run.memory_logging_steps,
+        plots=run.plots,
+    )
+    facts = {
+        "command": shlex.join(["tnt", "train", *arguments]),
+        "recipe": recipe.name,
+        "settings": by_dataclass(absolute(recipe.given)),
+        "mode": run.mode,
+        "data": data.facts,
+    }
+    return recipe, trainer, facts
+
+
+def scheduled(run: RunArguments, seed: int) -> list:
+    """The callbacks that change the model from step to step."""
+    from tnt_hf.conversion import LiZACallback
+    from tnt_hf.recipes.callbacks import ChunkSizeSchedule, WindowDropout
+
+    callbacks: list[Any] = []
+    if run.window_dropout:
+        callbacks.append(WindowDropout(run.window_dropout, run.window_dropout_warmup_steps, seed))
+    if run.chunk_size_schedule:
+        callbacks.append(ChunkSizeSchedule(run.chunk_size_schedule))
+    if run.mag_schedule:
+        if unknown := [x for x in run.mag_schedule if x not in signature(LiZACallback).parameters]:
+            raise ValueError(
+                f"mag_schedule.{unknown[0]}={run.mag_schedule[unknown[0]]!r}: is no field of LiZACallback"
+            )
+        callbacks.append(LiZACallback(**run.mag_schedule))
+    return callbacks
+
+
+def plan(recipe: Any, model: Any, groups: list[dict], data: Any, rows_per_step: int) -> list[str]:
+    """What is about to happen, in a few lines: model, parameters, data, steps, device."""
+    args, length = recipe.training, recipe.data.sequence_length
+    total = sum(parameter.numel() for parameter in model.parameters())
+    counts = {}
+    for group in groups:
+        size = sum(parameter.numel() for parameter in group["params"])
+        counts[group["kind"], group["lr"]] = counts.get((group["kind"], group["lr"]), 0) + size
+    learning = ", ".join(f"{kind} {count:,} at {rate:g}" for (kind, rate), count in counts.items())
+    steps, rows = args.max_steps, ""
+    if hasattr(data.train, "__len__"):
+        rows = f"{len(data.train):,} "
+        if steps <= 0:
+            per_epoch = max(1, math.ceil(len(data.train) / rows_per_step))
+            steps = math.ceil(per_epoch * args.num_train_epochs)
+    tokens = rows_per_step * length
+    name = recipe.model.source or recipe.model.model
+    return [
+        f"{recipe.run.mode}: {name}, {total:,} parameters, learning: {learning}",
+        f"{recipe.data.dataset_name}: {rows}rows of {length:,} tokens",
+        f"{steps:,} steps of {tokens:,} tokens ({rows_per_step} rows), {steps * tokens:,} tokens in all, on"
+        f" {args.world_size} x {args.device}",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ the output_dir
+
+
+def check_output(output: Path, given: dict[str, Any]) -> None:
+    """
+    Whether a run with the settings `given` may use the folder `output`.
+
+    Raises:
+        ValueError: it holds files that no run wrote, or those of a run with other settings.
+        FileExistsError: it is a file.
+    """
+    from tnt_hf.settings import parse_yaml
+
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"output_dir={str(output)!r}: is a file")
+    # A conversion is all that a run leaves that ended before it began.
+    found = [path.name for path in output.iterdir() if path.name != "converted"] if output.is_dir() else []
+    found = [name for name in found if not name.startswith(".")]
+    if not found:
+        return
+    if not (output / RESOLVED).is_file():
+        raise ValueError(
+            f"output_dir={str(output)!r}: holds files of something else ({sorted(found)[0]}), choose another"
+        )
+    before = parse_yaml((output / RESOLVED).read_text(encoding="utf-8"))
+    for name in sorted({*before, *given} - set(FREE)):
+        if before.get(name) != given.get(name):
+            shown = ["the default" if name not in x else repr(x[name]) for x in (given, before)]
+            raise ValueError(
+                f"output_dir={str(output)!r}: belongs to another run, {name} is {shown[0]} and was {shown[1]}; choose"
+                " another output_dir, or delete it"
+            )
+
+
+def claim_output(output: Path, given: dict[str, Any]) -> None:
+    """Write the settings into the folder, as a recipe that repeats the run."""
+    import yaml
+
+    output.mkdir(parents=True, exist_ok=True)
+    partial = output / f".{RESOLVED}.partial"
+    partial.write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    os.replace(partial, output / RESOLVED)
+
+
+def absolute(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the full paths of files and folders here, so that no path is mistaken for a Hub id later."""
+    names = ("model", "source", "teacher", "tokenizer", "dataset_name", "eval_dataset_name")
+    paths = {
+        name: str(Path(given[name]).resolve()) for name in names if given.get(name) and Path(given[name]).exists()
+    }
+    return given | paths
+
+
+def by_dataclass(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings that were given, by the dataclass they belong to."""
+    kinds = {"model": ModelArguments, "data": DataArguments, "run": RunArguments}
+    owner = {field.name: kind for kind, fields_of in kinds.items() for field in fields(fields_of)}
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in (*kinds, "training")}
+    for name, value in given.items():
+        found[owner.get(name, "training")][name] = value
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ the help
+
+
+def help_text(everything: bool = False) -> str:
+    """What `--help` prints; with `everything`, all fields of `TrainingArguments`, whose import takes its time."""
+    groups = [
+        (kind.__name__, kind.__doc__.strip(), _described(kind))
+        for kind in (ModelArguments, DataArguments, RunArguments)
+    ]
+    title = "Transformers' own; those used most, with a recipe's defaults. --help-all lists all of them."
+    trainer = [(name, default, text) for name, (default, text) in TRAINER_HELP.items()]
+    if everything:
+        from transformers import TrainingArguments
+
+        title = "Transformers' own, with the library's defaults."
+        trainer = _described(TrainingArguments)
+    lines = [
+        "usage: tnt train --config RECIPE [--field value ...]",
+        "",
+        *__doc__.strip().splitlines(),
+        "",
+        "RECIPE is a YAML file, a flat mapping of the fields below, or the name of one of the package's:",
+        f"  {', '.join(packaged_recipes())}",
+        "Lists are given as --field a b, entries of mappings as --field.entry value, merged with those of the file.",
+        "Any field of TNTConfig is a field too and means model_config.FIELD (tnt info shows what it costs).",
+    ]
+    for name, text, described in [*groups, ("TrainingArguments", title, trainer)]:
+        lines += ["", f"{name}: {text}"]
+        width = max(len(field) for field, _, _ in described)
+        for field, default, about in described:
+            lines.append(f"  --{field:<{width}}  {about} [{_shown(default)}]")
+    return "\n".join(lines)
+
+
+def packaged_recipes() -> list[str]:
+    """Names of the recipes that come with the package, as `--config` takes them."""
+    return sorted(f"{path.parent.name}/{path.stem}" for path in Path(__file__).parent.glob("*/*.yaml"))
+
+
+def _described(kind: type) -> list[tuple[str, Any, str]]:
+    """(name, default, help) of the fields of a dataclass."""
+    return [
+        (
+            field.name,
+            field.default if field.default_factory is MISSING else field.default_factory(),
+            " ".join(str(field.metadata.get("help", "")).split()),
+        )
+        for field in fields(kind)
+        if field.init
+    ]
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool) or default is None:
+        return {None: "none", True: "true", False: "false"}[default]
+    return f"{default:g}" if isinstance(default, float) else str(getattr(default, "value", default))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

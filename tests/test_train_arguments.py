@@ -1,0 +1,283 @@
+"""A recipe as people write it: one flat file, a command line over it, and one line about every mistake."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from tnt_hf import TNTConfig
+from tnt_hf.presets import PRESETS
+from tnt_hf.recipes.arguments import MODES, NEW_MODELS, DataArguments, ModelArguments, RunArguments
+from tnt_hf.recipes.recipe_file import TRAINER_DEFAULTS, find_recipe, read_recipe
+from tnt_hf.recipes.train import TRAINER_HELP, absolute, by_dataclass, help_text, main, packaged_recipes
+
+
+ROOT = Path(__file__).parents[1]
+OURS = (ModelArguments, DataArguments, RunArguments)
+
+
+def read(*arguments: str):
+    """A recipe on the CPU with a tokenizer, which a new model needs."""
+    return read_recipe(["--tokenizer", "somewhere", "--use_cpu", *arguments])
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a recipe and returns the option that names it."""
+
+    def write(text: str) -> list[str]:
+        path = tmp_path / "folder" / "run.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return ["--config", str(path)]
+
+    return write
+
+
+# --- the fields -----------------------------------------------------------------------------------------------------
+
+
+def test_no_two_dataclasses_share_a_field():
+    names = Counter(field.name for kind in (*OURS, TrainingArguments) for field in fields(kind))
+    assert not [name for name, count in names.items() if count > 1]
+    # Fields of TNTConfig that are meant as such have no namesake, but for two that `Trainer` decides or we load by.
+    assert set(names) & set(TNTConfig.__annotations__) == {"use_cache"}
+
+
+def test_every_field_says_what_it_is_and_has_a_default():
+    for kind in OURS:
+        assert all(field.metadata["help"] for field in fields(kind))
+        assert kind() == kind()
+        assert not [
+            x for x in vars(kind()).values() if isinstance(x, dict) and any(x is y for y in vars(kind()).values())
+        ]
+    assert set(NEW_MODELS) == {*PRESETS, "llama"}
+
+
+def test_defaults_are_those_of_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = read().training
+    for name, value in TRAINER_DEFAULTS.items():
+        assert getattr(args, name) == value
+    assert args.report_to == ["tensorboard"] and args.output_dir == os.path.join("runs", "train")
+    assert read("--report_to", "none", "--logging_steps", "3").training.logging_steps == 3
+
+
+def test_the_help_tells_the_defaults():
+    args = read().training
+    for name, (default, text) in TRAINER_HELP.items():
+        found = getattr(args, name)
+        found = getattr(found, "value", found)
+        if name not in ("output_dir", "report_to", "use_cpu"):
+            assert default == found, name
+        assert text and f"--{name} " in help_text()
+    for kind in OURS:
+        assert all(re.search(rf"^  --{field.name} +\S", help_text(), flags=re.M) for field in fields(kind))
+    everything = help_text(everything=True)
+    assert all(f"--{field.name} " in everything for field in fields(TrainingArguments) if field.init)
+    assert set(packaged_recipes()) >= {
+        f"tnt_debug/{name}" for name in ("stage1", "stage2", "align", "distill", "sft", "long")
+    }
+
+
+# --- file and command line ------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_flat_and_numbers_are_numbers(file):
+    config = file("learning_rate: 1e-3\nwarmup_steps: 2.\nhidden_size: 64\nmode: pretrain\nsequence_length: 1e3\n"
+                  "streaming: false\nlr_scheduler_kwargs: {min_lr_rate: 1e-1}\nsave_strategy: no\n")  # fmt: skip
+    recipe = read(*config)
+    assert recipe.training.learning_rate == 0.001 and recipe.data.sequence_length == 1000
+    assert type(recipe.data.sequence_length) is int
+    assert recipe.training.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert recipe.training.save_strategy == "no"  # YAML reads that word as false
+    assert recipe.model.model_config == {"hidden_size": 64}
+    assert recipe.name == "folder/run.yaml" and recipe.training.output_dir == "runs/folder/run"
+
+
+def test_the_command_line_wins_and_mappings_are_merged(file):
+    config = file(
+        "learning_rate: 1e-3\ntrainable: lora\nlora: {r: 4, lora_alpha: 8}\n"
+        "model_config: {hidden_size: 32, rope_parameters: {rope_type: default, rope_theta: 1e4}}\n"
+        "num_hidden_layers: 3\n"
+    )
+    recipe = read(
+        *config, "--learning-rate", "2e-3", "--lora.r=16", "--hidden_size", "64", "--local_chunk_sizes", "4", "8",
+        "--model_config.rope_parameters.rope_theta", "1e6", "--model_config.sliding_window", "null",
+        "--chunk_size_schedule", "{0: [8], 100: [1]}", "--max-steps", "-1",
+    )  # fmt: skip
+    assert recipe.training.learning_rate == 0.002 and recipe.training.max_steps == -1
+    assert recipe.model.lora == {"r": 16, "lora_alpha": 8}
+    assert recipe.model.model_config == {
+        "hidden_size": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "num_hidden_layers": 3,
+        "local_chunk_sizes": [4, 8],
+        "sliding_window": None,
+    }
+    assert recipe.run.chunk_size_schedule == {0: [8], 100: [1]}
+    assert read(*config, "--trainable", "all", "--lora", "null").model.lora == {}
+
+
+def test_values_take_the_type_of_their_field():
+    recipe = read("--run_name", "2026", "--train_tokens", "1e6", "--packing", "false", "--report_to", "none",
+                  "--lr_scheduler_type", "cosine", "--eval_share", "0", "--bf16")  # fmt: skip
+    assert recipe.training.run_name == "2026" and recipe.run.train_tokens == 10**6
+    assert recipe.data.packing is False and recipe.training.bf16 is True and recipe.data.eval_share == 0
+    assert recipe.training.lr_scheduler_type == "cosine"
+    assert read("--report_to", "tensorboard", "wandb").training.report_to == ["tensorboard", "wandb"]
+    assert read("--optim", "adamw_torch").training.optim == "adamw_torch"
+
+
+def test_what_was_given_is_kept_for_the_record(file):
+    recipe = read(*file("mode: pretrain\neval_share: 0.1\nweight_decay: 0.1\n"), "--hidden_size", "64")
+    assert by_dataclass(recipe.given) == {
+        "model": {"tokenizer": "somewhere", "model_config": {"hidden_size": 64}},
+        "data": {"eval_share": 0.1},
+        "run": {"mode": "pretrain"},
+        "training": {"weight_decay": 0.1, "use_cpu": True},
+    }
+
+
+def test_the_record_has_full_paths_of_what_is_here_and_names_of_the_rest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stage1").mkdir()
+    given = {"model": "stage1", "dataset_name": "org/name", "seed": 1}
+    assert absolute(given) == {"model": str(tmp_path / "stage1"), "dataset_name": "org/name", "seed": 1}
+
+
+def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tnt_debug/stage1", "tnt_debug/stage1.yaml", "recipes/tnt_debug/stage1.yaml"):
+        assert find_recipe(name) == ROOT / "recipes" / "tnt_debug" / "stage1.yaml"
+    (tmp_path / "tnt_debug").mkdir()
+    (tmp_path / "tnt_debug" / "stage1.yaml").write_text("mode: pretrain")
+    assert find_recipe("tnt_debug/stage1") == Path("tnt_debug/stage1.yaml")  # a file of yours goes first
+    with pytest.raises(FileNotFoundError, match="is no file and no recipe of the package .*tnt_debug/stage1"):
+        find_recipe("tnt_debug/stage9")
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--learning_rat 3", "learning_rat='3': is no field; did you mean 'learning_rate'?"),
+        ("--hidden_sise 3", "hidden_sise='3': is no field; did you mean 'hidden_size'?"),
+        ("--model_config.hidden_sise 3", "model_config.hidden_sise=3: is no field; did you mean 'hidden_size'?"),
+        ("3", "'3': is no option"),
+        ("--seed 1 --seed 2", "--seed 2: is given twice"),
+        ("--learning_rate abc", "learning_rate='abc': must be a number"),
+        ("--learning_rate .nan", "learning_rate=nan: must be finite"),
+        ("--learning_rate .inf", "learning_rate=inf: must be finite"),
+        ("--learning_rate -1", "learning_rate=-1: must be at least 0"),
+        ("--memory_learning_rate -1e-3", "memory_learning_rate=-0.001: must be at least 0"),
+        ("--sequence_length 1.5", "sequence_length=1.5: must be an integer"),
+        ("--sequence_length 0", "sequence_length=0: must be at least 1"),
+        ("--per_device_train_batch_size 0", "per_device_train_batch_size=0: must be at least 1"),
+        ("--seed true", "seed=True: must be an integer"),
+        ("--packing maybe", "packing='maybe': must be true or false"),
+        ("--model_config 3", "model_config=3: must be a mapping"),
+        ("--learning_rate.x 3", "learning_rate.x='3': learning_rate is no mapping"),
+        ("--lr_scheduler_type cosin", "lr_scheduler_type='cosin': must be one of 'linear', 'cosine'"),
+        ("--mode pretraining", f"mode='pretraining': must be one of {', '.join(MODES)}"),
+        ("--trainable head", "trainable='head': must be one of all, memory, local_memories, lora"),
+        ("--window_dropout 1.5", "window_dropout=1.5: must be in [0, 1]"),
+        ("--eval_share 1", "eval_share=1: must be in [0, 1)"),
+        ("--max_steps 3 --train_tokens 5", "train_tokens=5: says how long the run is, and so does max_steps=3"),
+        ("--tokenizer_vocab_size 300", "tokenizer_vocab_size=300: trains a tokenizer, but tokenizer names one"),
+        ("--mode stage2", "mode='stage2': goes on from a trained model; name its folder as model, not the preset"),
+        ("--mode long --model titans", "mode='long': goes on from a trained model"),
+        ("--mode distill", "mode='distill': goes on from a trained model"),
+        ("--mode stage2 --source x", "mode='stage2': goes on from a trained TNT model"),
+        ("--source x --model y", "model='y': is what is trained, but source names a checkpoint"),
+        ("--source x --hidden_size 3", "model_config={'hidden_size': 3}: belongs to a model that exists"),
+        ("--source x --inject.weight 0", "inject={'weight': 0}: puts memory into a live model"),
+        ("--model y --convert.window 3", "convert={'window': 3}: needs source"),
+        ("--inject.weight 0", "inject={'weight': 0}: needs a pretrained model"),
+        ("--model y --lora.r 3", "lora={'r': 3}: has no effect with trainable='all'"),
+        ("--mode align --model y", "trainable='all': mode='align' trains the memory and its gates only"),
+        ("--mode align --model y --trainable memory --gradient_checkpointing", "gradient_checkpointing=True: would"),
+        ("--mode align --model y --trainable memory --activation_checkpointing", "activation_checkpointing=True: "),
+        ("--model y --teacher z", "teacher='z': has no effect in mode='pretrain'"),
+        ("--mode sft --model y", "dataset_name='python-stdlib': holds no conversations"),
+        ("--streaming", "streaming=True: has no length that is known; give train_tokens or max_steps"),
+        ("--config nowhere/x", "config='nowhere/x': is no file and no recipe of the package"),
+    ],
+    ids=lambda value: value if value.startswith("-") or value == "3" else "",
+)  # fmt: skip
+def test_a_mistake_is_named_in_one_line(arguments, message, capsys):
+    words = arguments.split()
+    assert main([*words, "--tokenizer", "somewhere"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tnt train: ") and error.count("\n") == 1
+    assert message in error
+
+
+def test_a_new_model_needs_a_tokenizer():
+    with pytest.raises(ValueError, match="tokenizer=None: must be given with the preset 'titans', or tokenizer_vocab"):
+        read_recipe(["--model", "titans"])
+    read_recipe(["--model", "titans", "--tokenizer_vocab_size", "300"])
+    read_recipe(["--model", "some/folder"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1\n", "must hold a mapping of fields, not list"),
+        ("a: [\n", "is no YAML"),
+        ("learning_rate: fast\n", "learning_rate='fast': must be a number"),
+        ("train_tokens: .inf\n", "train_tokens=inf: must be finite"),
+        ("model: 3\n", "model=3: must be a string"),
+        ("3: 4\n", "3=4: is no field"),
+        ("local_chunk_sizes: [8]\nmodel_config: 8\n", "model_config=8: must be a mapping"),
+    ],
+)
+def test_mistakes_in_the_file(text, message, file, capsys):
+    assert main([*file(text), "--tokenizer", "somewhere"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+# --- starting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-m tnt_hf.recipes.train",
+        "-u -m tnt_hf.recipes.train",  # as torchrun does
+        "-mtnt_hf.recipes.train",
+        "-m tnt_hf.cli train",
+        "-m tnt_hf.recipes.evaluate",
+        "-m tnt_hf.recipes.push",
+    ],
+)
+def test_help_is_quick_however_a_command_is_started(words):
+    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1", "COLUMNS": "200"}
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, *words.split(), "--help"], capture_output=True, text=True, env=environment
+        )
+        seconds.append(time.perf_counter() - start)
+    assert done.returncode == 0 and done.stdout.startswith("usage: tnt "), done.stderr[-500:]
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "tnt_hf" in imported and not sorted(imported & {"torch", "transformers", "numpy", "datasets"})
+    assert min(seconds) < 2
+
+
+def test_the_package_is_registered_unless_a_command_starts_it():
+    """Importing it makes the Auto classes know TNT, also in a program that has a -m of its own among its arguments."""
+    words = ["-c", "import sys, tnt_hf; print('torch' in sys.modules)", "-m", "tnt_hf.recipes.train"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
