@@ -1,0 +1,236 @@
+"""Conversations as rows: what the assistant says is scored, exactly, or the template is refused."""
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_data_sources import EOS, jsonl, write
+
+from tnt_hf.recipes.arguments import DataArguments
+from tnt_hf.recipes.chat import PLAIN_TEMPLATE, ChatEncoder
+from tnt_hf.recipes.data import train_tokenizer
+from tnt_hf.recipes.packing import IGNORED
+from tnt_hf.recipes.training_data import build_datasets, training_texts
+
+
+def says(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+SHORT = [says("user", "Hi"), says("assistant", "Hello")]
+LONG = [says("system", "Be brief."), says("user", "1+1?"), says("assistant", "two"), says("user", "+1?")]
+LONG += [says("assistant", "three, übrigens"), says("user", "thanks")]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+UNMARKED = PLAIN_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# Like Qwen3's: what was thought in earlier turns is left out of the later ones.
+FORGETS = (
+    "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' and not loop.last %}"
+    "{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def bytes_tokenizer(template: str | None):
+    tokenizer = train_tokenizer(["bytes"], 257)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def scored_texts(tokenizer, ids, scored) -> list[str]:
+    """What is scored, one text per run of scored tokens."""
+    runs, before = [], False
+    for token, now in zip(ids, scored):
+        if now:
+            runs[-1].append(token) if before else runs.append([token])
+        before = now
+    return [tokenizer.decode(run) for run in runs]
+
+
+def build(tokenizer, path, **fields):
+    data = DataArguments(dataset_name=str(path), **{"sequence_length": 64, **fields})
+    return build_datasets(data, tokenizer, seed=0, mode="sft")
+
+
+# --- what is scored -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "template, end", [(PLAIN_TEMPLATE, "<|endoftext|>"), (UNMARKED, "<|endoftext|>"), (CHATML, "<|im_end|>\n")]
+)
+def test_the_assistant_is_scored_and_nothing_else(template, end):
+    """With the template's own marks, or found from prefixes: its words and what ends them."""
+    tokenizer = bytes_tokenizer(template)
+    for messages, said in ((SHORT, ["Hello"]), (LONG, ["two", "three, übrigens"])):
+        (encoded,) = ChatEncoder(tokenizer, True, 500).encode([messages])
+        assert scored_texts(tokenizer, encoded.ids, encoded.scored) == [text + end for text in said]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert encoded.ids.tolist() == tokenizer(whole)["input_ids"]
+
+
+def test_prefixes_and_marks_agree_with_a_vocabulary_of_words():
+    """Text full of merges: the borders fall between tokens, and both ways score the same ones."""
+    text = "Hello there, three of us. Assistant:\nUser:\n" * 4
+    marked, unmarked = (train_tokenizer([text], 320) for _ in range(2))
+    marked.chat_template, unmarked.chat_template = PLAIN_TEMPLATE, UNMARKED
+    conversation = [says("user", "there?\n"), says("assistant", " three of us"), says("user", "us?")]
+    conversation += [says("assistant", "Hello there\n")]
+    a, b = (ChatEncoder(tokenizer, True, 500)._encode(conversation) for tokenizer in (marked, unmarked))
+    assert a.ids.tolist() == b.ids.tolist() and a.scored.tolist() == b.scored.tolist()
+    assert scored_texts(marked, a.ids, a.scored) == ["three of us<|endoftext|>", "Hello there<|endoftext|>"]
+
+
+def test_without_assistant_only_everything_is_scored():
+    (encoded,) = ChatEncoder(bytes_tokenizer(CHATML), False, 500).encode([LONG])
+    assert encoded.scored is None
+    (forgetful,) = ChatEncoder(bytes_tokenizer(FORGETS), False, 500).encode([LONG])  # nothing to be found in it
+    assert len(forgetful.ids)
+
+
+def test_the_first_token_of_a_row_is_predicted_by_none():
+    """A conversation in which the assistant says nothing else has nothing to learn from.
+
+    The mask of `apply_chat_template` would score all of the first: it takes an end at token 0 for none.
+    """
+    tokenizer = bytes_tokenizer(
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    first, second = ([says("assistant", text), says("user", "?")] for text in ("x", "xy"))
+    nothing, encoded = ChatEncoder(tokenizer, True, 500).encode([first, second])
+    assert nothing == "no assistant token" and encoded.scored.tolist() == [True, True, False]
+
+
+def test_a_template_that_rewrites_the_past_is_refused():
+    encoder = ChatEncoder(bytes_tokenizer(FORGETS), True, 500)
+    thought = [says("user", "a"), says("assistant", "<think>b</think>c"), says("user", "d"), says("assistant", "e")]
+    with pytest.raises(
+        ValueError, match=r"chat template renders the beginning .* \(message 1\); mark them with {% gen"
+    ):
+        encoder.encode([thought])
+
+
+def test_a_conversation_with_a_token_across_the_border_is_dropped():
+    """A prompt that ends with a space, which belongs to the next word's token: nobody could say whose it is."""
+    tokenizer = train_tokenizer(["bot: yes yes yes yes"] * 9, 300)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    encoder = ChatEncoder(tokenizer, True, 500)
+    yes, no = encoder.encode(
+        [[says("user", "?"), says("assistant", "yes")], [says("user", "?"), says("assistant", "\nno")]]
+    )
+    assert yes == "a token across the border of an assistant message"
+    assert isinstance(no, str) or "no" in tokenizer.decode(no.ids[no.scored])
+
+
+def test_a_tokenizer_without_template_is_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", jsonl([{"messages": SHORT}]))
+    with pytest.raises(ValueError, match="tokenizer: has no chat template.*set tokenizer.chat_template"):
+        build(bytes_tokenizer(None), path)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_hold_whole_conversations(streaming, packing, tmp_path):
+    path = write(
+        tmp_path / "a.jsonl",
+        jsonl({"messages": [says("user", f"{n}"), says("assistant", "x" * n)]} for n in range(1, 9)),
+    )
+    tokenizer = bytes_tokenizer(PLAIN_TEMPLATE)
+    built = build(tokenizer, path, packing=packing, streaming=streaming)
+    rows = []
+    for row in built.train:
+        rows.append(row)
+        if sum(int((row["labels"] == EOS).sum()) for row in rows) == 8:
+            break
+    answers = []
+    for row in rows:
+        assert len(row["input_ids"]) == 64 if packing else len(row["input_ids"]) < 64
+        for start in (row["position_ids"] == 0).nonzero()[:, 0].tolist():
+            assert tokenizer.decode(row["input_ids"][start : start + 4]) in ("User", "<|endoftext|>" * 4)
+        answers += scored_texts(tokenizer, row["labels"].tolist(), (row["labels"] != IGNORED).tolist())
+    assert sorted(answers) == sorted("x" * n + "<|endoftext|>" for n in range(1, 9))
+    assert len(rows) == (4 if packing else 8)
+    batch = built.collator(rows[:2])
+    longest = max(len(row["input_ids"]) for row in rows[:2])
+    assert batch["input_ids"].shape == (2, 64 if streaming else longest)  # a stream's batches are divided among ranks
+    assert set(batch) == {"input_ids", "labels", "position_ids"} | ({"attention_mask"} if not packing else set())
+
+
+def test_what_is_cut_and_dropped_is_counted(tmp_path):
+    late = [says("user", "q" * 80), says("assistant", "never seen")]
+    long = [says("user", "q"), says("assistant", "a" * 80)]
+    rows = [SHORT, late, long, [says("user", "alone")], [], None]
+    path = write(tmp_path / "a.jsonl", jsonl({"messages": messages} for messages in rows))
+    built = build(bytes_tokenizer(PLAIN_TEMPLATE), path)
+    assert built.facts["documents"] == 2 and built.facts["documents_cut"] == 1
+    assert built.facts["documents_dropped"] == {
+        "no assistant token within sequence_length": 1,
+        "no assistant token": 1,
+        "no text": 2,
+    }
+    assert len(built.train) == 2
+    with pytest.raises(ValueError, match="has no row, documents dropped: {'no assistant token': 1}"):
+        build(bytes_tokenizer(PLAIN_TEMPLATE), write(tmp_path / "b.jsonl", jsonl([{"messages": rows[3]}])))
+
+
+def test_instructions_become_conversations(tmp_path):
+    rows = [
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"instruction": "Greet.", "input": "", "output": "Hi"},
+    ]
+    path = write(tmp_path / "alpaca.json", str(rows).replace("'", '"'))
+    tokenizer = bytes_tokenizer(PLAIN_TEMPLATE)
+    built = build(tokenizer, path, packing=False)
+    found = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in built.train]
+    assert found == ["User:\nAdd.\n\n1 2\nAssistant:\n3", "User:\nGreet.\nAssistant:\nHi"]
+    assert list(training_texts(DataArguments(str(path)))) == ["Add.\n\n1 2\n3", "Greet.\nHi"]
+
+
+def test_columns_decide_what_a_document_is(tmp_path):
+    path = write(tmp_path / "a.jsonl", jsonl([{"text": "plain", "messages": SHORT}]))
+    tokenizer = bytes_tokenizer(PLAIN_TEMPLATE)
+    data = DataArguments(dataset_name=str(path), sequence_length=32)
+    plain = build_datasets(data, tokenizer, seed=0, mode="pretrain").train[0]["input_ids"].tolist()
+    assert tokenizer.decode([token for token in plain if token != EOS]) == "plain"
+    chat = build_datasets(data, tokenizer, seed=0, mode="sft").train[0]["input_ids"]
+    assert tokenizer.decode(chat).startswith("User:\nHi\nAssistant:\nHello<|endoftext|>")
+
+
+def test_null_fields_of_messages_are_as_if_they_were_not_there(tmp_path):
+    """Parquet gives every message all fields that any has; a template asks whether a message has them."""
+    messages = [SHORT[0] | {"name": None}, SHORT[1] | {"name": "Bot"}]
+    pq.write_table(pa.table({"messages": [messages]}), tmp_path / "a.parquet")
+    template = (
+        "{% for m in messages %}{% if 'name' in m %}{{ m['name'] ~ ' ' }}{% endif %}{{ m['content'] }}{% endfor %}"
+    )
+    tokenizer = bytes_tokenizer(template)
+    built = build(tokenizer, tmp_path / "a.parquet", packing=False, assistant_only_loss=False)
+    assert tokenizer.decode(built.train[0]["input_ids"]) == "HiBot Hello"
+
+
+@pytest.mark.parametrize(
+    "messages, message",
+    [
+        ("Hi", r"line 1: column 'messages' must hold a list of messages, got str"),
+        ([{"role": "user"}], r"column 'messages', message 0: must have the texts 'role' and 'content', got {'role'"),
+        ([SHORT[0], {"from": "gpt", "value": "x"}], r"message 1: must have the texts 'role' and 'content'"),
+        ([SHORT[0], says("assistant", [{"type": "text"}])], r"message 1: must have the texts 'role' and 'content'"),
+    ],
+)
+def test_malformed_conversations_name_the_message(messages, message, tmp_path):
+    path = write(tmp_path / "a.jsonl", jsonl([{"messages": messages}]))
+    with pytest.raises(ValueError, match=message):
+        build(bytes_tokenizer(PLAIN_TEMPLATE), path)

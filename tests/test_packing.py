@@ -1,0 +1,183 @@
+"""Rows of documents: every token once, documents kept apart by positions and labels, rows by number as planned."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tiny import MODES, tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tnt_hf.recipes.encoding import Encoded
+from tnt_hf.recipes.packing import (
+    IGNORED,
+    RowCollator,
+    RowFormat,
+    assemble,
+    single_rows,
+    split_rows,
+    whole_rows,
+)
+from tnt_hf.recipes.row_datasets import stored_rows
+from tnt_hf.recipes.token_store import StoreWriter, TokenStore
+
+
+LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=60)
+ROW = st.integers(3, 24)
+EOS = 0
+
+
+def documents(lengths: list[int]) -> list[np.ndarray]:
+    """Token ids that tell their document and place: 100 * document + place."""
+    return [100 * number + np.arange(length) for number, length in enumerate(lengths)]
+
+
+def store_of(folder, texts: list[np.ndarray], masks=None) -> TokenStore:
+    writer = StoreWriter(folder / "store", 1 << 20, masks is not None)
+    for number, ids in enumerate(texts):
+        writer.add(Encoded(ids, None if masks is None else masks[number]))
+    writer.close()
+    return TokenStore(folder / "store")
+
+
+def covered(rows) -> list[tuple[int, int]]:
+    return [(x.document, token) for row in rows for x in row for token in range(x.start, x.stop)]
+
+
+# --- the three plans ------------------------------------------------------------------------------------------------
+
+
+@given(LENGTHS, ROW)
+def test_split_rows_are_full_and_have_every_token_once_in_order(lengths, row_length):
+    rows = list(split_rows(lengths, row_length))
+    assert covered(rows) == [(number, token) for number, n in enumerate(lengths) for token in range(n)]
+    sizes = [sum(x.stop - x.start for x in row) for row in rows]
+    assert set(sizes[:-1]) <= {row_length} and 0 < sizes[-1] <= row_length
+
+
+@given(LENGTHS, ROW, st.integers(1, 5))
+def test_whole_rows_never_cut_a_document_that_fits(lengths, row_length, open_rows):
+    rows = list(whole_rows(lengths, row_length, open_rows))
+    assert sorted(covered(rows)) == [(i, token) for i, n in enumerate(lengths) for token in range(min(n, row_length))]
+    assert len([x for row in rows for x in row]) == len(lengths)
+    assert all(sum(x.stop - x.start for x in row) <= row_length for row in rows)
+
+
+def test_whole_rows_fill_gaps():
+    assert [[x.document for x in row] for row in whole_rows([6, 5, 3, 4, 1], 10)] == [[0, 2, 4], [1, 3]]
+
+
+@given(LENGTHS, ROW)
+def test_single_rows_have_one_document_each(lengths, row_length):
+    rows = list(single_rows(lengths, row_length))
+    assert covered(rows) == [(number, token) for number, n in enumerate(lengths) for token in range(n)]
+    assert {len(row) for row in rows} == {1}
+
+
+def test_a_row_with_nothing_to_predict_is_left_out():
+    """One token has no token after it: its loss would be a mean over nothing."""
+    assert [len(list(RowFormat(4, packing, False, EOS).plan([9]))) for packing in (True, False)] == [2, 2]
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_keeps_its_documents_apart():
+    row = assemble([(np.array([7, 8, 9]), None), (np.array([4, 5]), np.array([True, False]))], fill_to=8, filler=EOS)
+    assert row["input_ids"].tolist() == [7, 8, 9, 4, 5, EOS, EOS, EOS]
+    assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert row["labels"].tolist() == [IGNORED, 8, 9, IGNORED, IGNORED, IGNORED, IGNORED, IGNORED]
+    assert {x.dtype for x in row.values()} == {torch.int64}
+
+
+def test_packed_batches_have_no_mask_and_others_are_padded_on_the_right():
+    rows = [assemble([(np.array(ids), None)]) for ids in ([5, 6, 7], [8, 9])]
+    with pytest.raises(RuntimeError):
+        RowCollator(EOS, packed=True)(rows)  # packed rows are always full
+    batch = RowCollator(EOS, packed=True)([rows[0], rows[0]])
+    assert set(batch) == {"input_ids", "labels", "position_ids"} and batch["input_ids"].shape == (2, 3)
+
+    batch = RowCollator(9, packed=False)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert batch["labels"].tolist() == [[IGNORED, 6, 7], [IGNORED, 9, IGNORED]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2]] * 2
+    assert RowCollator(9, packed=False, length=5)(rows)["input_ids"].shape == (2, 5)
+
+
+@settings(max_examples=40)
+@example(lengths=[9], row_length=4, packing=True, whole=False)  # a last row of one token
+@given(lengths=LENGTHS, row_length=ROW, packing=st.booleans(), whole=st.booleans())
+def test_rows_by_number_are_the_plan(tmp_path_factory, lengths, row_length, packing, whole):
+    texts = documents(lengths)
+    masks = [ids % 3 > 0 for ids in texts] if whole else None
+    store = store_of(tmp_path_factory.mktemp("rows"), texts, masks)
+    rows = RowFormat(row_length, packing, whole, EOS)
+    by_number = stored_rows(store, rows)
+    plan = list(rows.plan(lengths))
+    assert len(by_number) == len(plan)
+    for number, row in enumerate(plan):
+        cut = [(texts[x.document][x.start : x.stop], masks and masks[x.document][x.start : x.stop]) for x in row]
+        expected = assemble(cut, row_length if packing else None, EOS)
+        assert all(torch.equal(by_number[number][name], expected[name]) for name in expected)
+    with pytest.raises(IndexError):
+        by_number[len(plan)]
+
+
+def test_a_store_cut_short_is_not_read(tmp_path):
+    store = store_of(tmp_path, documents([5, 6]))
+    with (store.folder / "tokens.bin").open("r+b") as file:
+        file.truncate(8)
+    with pytest.raises(ValueError, match=r"tokens.bin: has 8 bytes, not those of 11 tokens"):
+        TokenStore(store.folder)
+
+
+# --- what a model makes of them -------------------------------------------------------------------------------------
+
+
+def packed_and_alone(seed: int = 0):
+    """A row of three documents and filler, 40 tokens, and the documents with their places in it."""
+    generator = np.random.default_rng(seed)
+    texts = [generator.integers(1, 64, n) for n in (17, 9, 11)]
+    row = assemble([(ids, None) for ids in texts], fill_to=40, filler=EOS)
+    starts = np.cumsum([0, 17, 9])
+    return {name: x[None] for name, x in row.items()}, [
+        (slice(start, start + len(ids)), assemble([(ids, None)])) for start, ids in zip(starts, texts)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["default", "window and full attention", "momentum and forgetting", "Titans", "mal"])
+def test_a_document_in_a_packed_row_is_what_it_is_alone(mode):
+    """Logits in float64 agree to rounding (sums over other lengths): attention and memory start afresh."""
+    model = tiny_model(**MODES[mode])
+    row, alone = packed_and_alone()
+    with torch.no_grad():
+        together = model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False).logits[0]
+        for place, document in alone:
+            expected = model(document["input_ids"][None]).logits[0]
+            torch.testing.assert_close(together[place], expected, rtol=0, atol=1e-10)
+
+
+def test_the_same_in_a_transformer_of_the_library():
+    """Teachers of a distillation are such models; they find packed rows by positions only without a cache."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).double().eval()
+    row, alone = packed_and_alone()
+    with torch.no_grad():
+        together = model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False).logits[0]
+        for place, document in alone:
+            torch.testing.assert_close(
+                together[place], model(document["input_ids"][None]).logits[0], rtol=0, atol=1e-10
+            )
+
+
+def test_the_loss_of_a_packed_row_is_that_of_its_documents():
+    model = tiny_model()
+    row, alone = packed_and_alone()
+    scored = [int((document["labels"] != IGNORED).sum()) for _, document in alone]
+    assert int((row["labels"] != IGNORED).sum()) == sum(scored) == 16 + 8 + 10
+    with torch.no_grad():
+        losses = [model(x["input_ids"][None], labels=x["labels"][None]).loss * n for (_, x), n in zip(alone, scored)]
+        assert model(**row, use_cache=False).loss * sum(scored) == pytest.approx(float(sum(losses)), abs=1e-9)
