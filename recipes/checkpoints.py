@@ -1,0 +1,178 @@
+"""Checkpoints that are complete or do not count, and runs that go on only as they began.
+
+`Trainer` writes a checkpoint file by file, so a process that dies while saving leaves a folder that looks like one.
+Here the last file to be written is `complete.json`: it lists every other file with its size and what the run was, and
+a checkpoint without it, or with another list, is never resumed from and never a reason to delete an older one.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tnt_hf.conversion.schedules import LiZACallback
+
+
+logger = logging.getLogger(__name__)
+
+SEAL = "complete.json"
+FORMAT = "tnt-checkpoint-1"
+# Settings that decide which rows a step sees, or what it does with them. Resumed with another value a run would be
+# neither the old one nor the new one: `Trainer` restores the old learning rates, for example, without a word.
+FIXED = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "dataloader_num_workers",
+    "dataloader_drop_last",
+    "train_sampling_strategy",
+    "seed",
+    "data_seed",
+    "num_train_epochs",
+    "optim",
+    "optim_args",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "bf16",
+    "fp16",
+    "neftune_noise_alpha",
+)
+UNIMPORTANT = ("use_cache", "_name_or_path", "transformers_version", "_attn_implementation", "auto_map")
+
+
+# ------------------------------------------------------------------------------------------------ complete and partial
+
+
+def seal(folder: Path, run: dict[str, Any]) -> None:
+    """Declare the checkpoint in `folder` complete, once every process has written its part. `run` is [`run_state`]."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEAL)
+    for path in [*files, folder]:
+        _to_disk(path)
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    write_json(folder / SEAL, {"format": FORMAT, "files": sizes, "run": run})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file that is there as a whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    _to_disk(partial)
+    os.replace(partial, path)
+    _to_disk(path.parent)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def fault(folder: Path) -> str | None:
+    """Why the checkpoint in `folder` is not complete, in a few words; `None` if it is."""
+    try:
+        found = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+        sizes = found["files"].items()
+    except FileNotFoundError:
+        return f"has no {SEAL}: its save did not end"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{SEAL} cannot be read ({type(error).__name__})"
+    for name, size in sizes:
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
+    """The folders `checkpoint-N` of a run, complete or not, by their step."""
+    found = {}
+    for path in Path(output_dir).glob("checkpoint-*"):
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and path.is_dir():
+            found[int(match[1])] = path
+    return [found[step] for step in sorted(found)]
+
+
+def latest_complete_checkpoint(output_dir: str | os.PathLike) -> Path | None:
+    """The newest complete checkpoint of a run, or `None`. Newer ones that are not complete are named in a warning."""
+    for path in reversed(checkpoints(output_dir)):
+        if (why := fault(path)) is None:
+            return path
+        logger.warning("%s is not complete and is not used: %s", path, why)
+    return None
+
+
+def delete_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, best: str | None = None) -> None:
+    """Delete the oldest complete checkpoints beyond `limit`; the newest complete one and `best` always stay."""
+    if not limit or limit < 0:
+        return
+    complete = [path for path in checkpoints(output_dir) if fault(path) is None]
+    for path in complete[:-limit]:
+        if best is None or path.resolve() != Path(best).resolve():
+            # Without its seal first: what a kill leaves of it must not count.
+            (path / SEAL).unlink()
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------------------- the same run
+
+
+def run_state(args, world_size: int, model_config: dict[str, Any], data: dict[str, Any], **more: Any) -> dict:
+    """What must not change between a run and its continuation, as JSON has it.
+
+    Args:
+        args: `TrainingArguments`. data: what the order of the rows depends on.
+        more: further settings by name.
+    """
+    config = {name: value for name, value in model_config.items() if name not in UNIMPORTANT}
+    settings = {name: getattr(args, name) for name in FIXED}
+    found = {"world_size": world_size, **settings, "data": data, **more, "model_config": config}
+    return json.loads(json.dumps(found, default=_plain, sort_keys=True))
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", None) or str(value)
+
+
+def callback_settings(callbacks: list) -> dict[str, Any]:
+    """The settings of those callbacks that change what a step does: they have `settings`, or are LiZA's schedule."""
+    found = {type(x).__name__: x.settings for x in callbacks if isinstance(getattr(x, "settings", None), dict)}
+    return found | {type(x).__name__: dict(vars(x)) for x in callbacks if isinstance(x, LiZACallback)}
+
+
+def check_same_run(checkpoint: Path, now: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: the run that `checkpoint` belongs to had other settings than `now` ([`run_state`]); they are named.
+    """
+    before = json.loads((checkpoint / SEAL).read_text(encoding="utf-8"))["run"]
+    if changed := list(_differences(before, now)):
+        raise ValueError(
+            f"{'; '.join(changed)}. {checkpoint} can only be continued with the settings it was made with: set them"
+            " back, or start a new run (another output_dir, with --model naming this folder)."
+        )
+
+
+_ABSENT = object()
+
+
+def _differences(before: dict, now: dict, prefix: str = ""):
+    for name in [*before, *(name for name in now if name not in before)]:
+        old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            shown = ["nothing" if x is _ABSENT else repr(x) for x in (new, old)]
+            yield f"{prefix}{name}={shown[0]}: the run was begun with {shown[1]}"

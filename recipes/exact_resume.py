@@ -1,0 +1,211 @@
+"""A `Trainer` that a killed run continues to the bit: weights, optimizer, data order and log.
+
+`Trainer` restores weights, optimizer, schedule, random states and the place in the data. It does not tell a partial
+checkpoint from a complete one, deletes complete ones while a newer one is being written, forgets the loss since the
+last log, trains one step too many where nothing is left, and asks nobody whether the settings are still the same.
+"""
+
+import json
+import os
+import shutil
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from transformers import Trainer, TrainerState
+from transformers.utils import logging as hf_logging
+
+from tnt_hf.recipes.checkpoints import (
+    callback_settings,
+    check_same_run,
+    delete_old_checkpoints,
+    fault,
+    latest_complete_checkpoint,
+    logger,
+    run_state,
+    seal,
+)
+
+
+LOG = "training_log.jsonl"
+
+
+class ResumableTrainer(Trainer):
+    """
+    `Trainer` with complete checkpoints; [`train_exactly`] is what to call.
+
+    Attributes:
+        folder: `output_dir`. groups, data_state: as for [`RecipeTrainer`], for the check that the run is the same.
+        seconds: of training, over all sessions, when last saved.
+    """
+
+    def __init__(self, *args, groups: list[dict] | None = None, data_state: dict[str, Any] | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.groups, self.data_state, self.folder = groups, data_state or {}, Path(self.args.output_dir)
+        self.seconds = 0.0
+        self._run: dict[str, Any] = {}  # see run_state
+        self._resumed: Path | None = None
+        self._started = False
+        self._tokens_logged = 0
+        self._clock = self._begun = time.perf_counter()  # of tokens per second, and of the whole run
+
+    def train_exactly(self, resume: str | os.PathLike = "auto") -> None:
+        """
+        Train, or go on training.
+
+        Args:
+            resume: "auto" goes on from the newest complete checkpoint in `output_dir`, if there is one; "never" starts
+                anew and refuses a folder with checkpoints; else the path of a checkpoint.
+
+        Raises:
+            ValueError: a checkpoint that is not complete or belongs to a run with other settings.
+            OSError: a checkpoint could not be written.
+        """
+        config = getattr(self.model, "config", None)
+        rates = {group.get("kind", str(i)): group["lr"] for i, group in enumerate(self.groups or [])}
+        self._run = run_state(
+            self.args,
+            self.args.world_size,
+            {} if config is None else config.to_dict(),
+            self.data_state,
+            learning_rates=rates,
+            callbacks=callback_settings(self.callback_handler.callbacks),
+        )
+        self._started, self._resumed = False, self._checkpoint(resume)
+        if self._resumed is not None and self._has_ended(self._resumed):
+            self._load_from_checkpoint(str(self._resumed))
+            self._restore_progress()
+        else:
+            self.train(resume_from_checkpoint=None if self._resumed is None else str(self._resumed))
+        self.seconds = time.perf_counter() - self._begun
+
+    # ------------------------------------------------------------------------------------------------------- resuming
+
+    def _checkpoint(self, resume: str | os.PathLike) -> Path | None:
+        newest = latest_complete_checkpoint(self.folder) if resume in ("auto", "never") else Path(resume)
+        if resume == "never" and newest is not None:
+            raise ValueError(f"resume='never': {self.folder} holds {newest.name} already; choose another output_dir")
+        if resume not in ("auto", "never") and (why := fault(newest)) is not None:
+            raise ValueError(f"resume={str(resume)!r}: is no complete checkpoint, {why}")
+        if dist.is_initialized():
+            found: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(found, None if newest is None else newest.name)
+            if len(set(found)) > 1:
+                raise ValueError(f"output_dir={str(self.folder)!r}: the processes see different checkpoints, {found}")
+        if newest is not None:
+            check_same_run(newest, self._run)
+            if not any(newest.glob("rng_state*.pth")):
+                raise ValueError(
+                    f"{newest} was saved with save_only_model=True, so its run cannot be continued; start a new run"
+                    " with --model naming it."
+                )
+        return newest
+
+    def _has_ended(self, checkpoint: Path) -> bool:
+        """Whether nothing is left to train; if so, restores the state."""
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        steps = self.args.max_steps if self.args.max_steps > 0 else state.max_steps
+        if steps != state.max_steps:
+            logger.warning(
+                "max_steps=%d: the run was begun with %d, so its learning rates follow another curve from here.",
+                steps,
+                state.max_steps,
+            )
+        if state.global_step < steps:
+            return False
+        self.state = state
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        return True
+
+    def _run_epoch(self, *args, **kwargs):
+        if not self._started:
+            self._restore_progress()
+        return super()._run_epoch(*args, **kwargs)
+
+    def _restore_progress(self) -> None:
+        """Go on with what `Trainer` forgets: the loss since the last log, tokens, time, and the log file."""
+        self._started, self._clock, self._begun = True, time.perf_counter(), time.perf_counter()
+        self._tokens_logged = self.state.num_input_tokens_seen
+        if self._resumed is not None:
+            progress = json.loads((self._resumed / self._progress_file()).read_text(encoding="utf-8"))
+            self._tr_loss = torch.tensor(progress["loss"], device=self.args.device)
+            self._total_loss_scalar = -progress["loss"]  # the summary at the end divides by the steps of this session
+            self._globalstep_last_logged = progress["last_logged"]
+            self.seconds = progress["seconds"]
+            self._begun -= self.seconds
+        if self.is_world_process_zero():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(entry) + "\n" for entry in self.state.log_history]
+            (self.folder / LOG).write_text("".join(lines), encoding="utf-8")
+
+    def _progress_file(self) -> str:
+        return f"progress_{self.args.process_index}.json"
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As `Trainer`, and append the entry to `training_log.jsonl`."""
+        super().log(logs, start_time)
+        if self.is_world_process_zero() and self._started:
+            with open(self.folder / LOG, "a", encoding="utf-8") as file:
+                file.write(json.dumps(self.state.log_history[-1]) + "\n")
+
+    # --------------------------------------------------------------------------------------------------------- saving
+
+    def _save_checkpoint(self, model, trial) -> None:
+        folder = self.folder / f"checkpoint-{self.state.global_step}"
+        with self.off_the_clock(), self.saving(folder):
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)  # of a run that died while saving
+            self.accelerator.wait_for_everyone()
+            limit, self.args.save_total_limit = self.args.save_total_limit, None  # only complete ones count, below
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self.args.save_total_limit = limit
+            progress = {
+                "loss": self._tr_loss.item(),
+                "last_logged": self._globalstep_last_logged,
+                "seconds": time.perf_counter() - self._begun,
+            }
+            (folder / self._progress_file()).write_text(json.dumps(progress), encoding="utf-8")
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                seal(folder, self._run)
+                delete_old_checkpoints(self.folder, limit, self.state.best_model_checkpoint)
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        config, bars = getattr(self.model, "config", None), hf_logging.is_progress_bar_enabled()
+        used = getattr(config, "use_cache", None)
+        hf_logging.disable_progress_bar()  # one bar for each file would break the run's own into pieces
+        try:
+            if used is not None:
+                config.use_cache = True  # it is off while training only
+            super()._save(output_dir, state_dict)
+        finally:
+            if used is not None:
+                config.use_cache = used
+            if bars:
+                hf_logging.enable_progress_bar()
+
+    @contextmanager
+    def saving(self, folder: Path):
+        """Turns what goes wrong while writing into one OSError, and makes room again if the disk is full."""
+        try:
+            yield
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if folder != self.folder and self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            newest = latest_complete_checkpoint(self.folder)
+            left = "there is no earlier checkpoint" if newest is None else f"{newest.name} is complete and intact"
+            why = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+            raise OSError(f"{folder} could not be written ({why}); {left}.") from error
+
+    @contextmanager
+    def off_the_clock(self):
+        """Time that does not count for tokens per second."""
+        start = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - start

@@ -1,0 +1,49 @@
+"""`training.json`: what a finished run was, from which its model card and its continuations are made."""
+
+import math
+from typing import Any
+
+from torch import nn
+
+from tnt_hf.recipes.checkpoints import write_json
+from tnt_hf.recipes.environment import command_line, environment
+
+
+RECORD = "training.json"
+FORMAT = "tnt-training-1"
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """All parameters of `model`, and those that are trained."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return {"parameters": sum(n for n, _ in sizes), "trained_parameters": sum(n for n, trained in sizes if trained)}
+
+
+def write_run_record(trainer, facts: dict[str, Any], counts: dict[str, int], metrics: dict[str, float]) -> None:
+    """
+    Write `training.json` into the run's folder: the last file of a run, so that it is there if the run has ended.
+
+    Args:
+        trainer: a `RecipeTrainer` that has trained.
+        facts: command, recipe, settings, mode, data; what is missing is `None` (the command: of this process).
+        counts: of [`count_parameters`]. metrics: the final ones.
+    """
+    state, seconds = trainer.state, trainer.seconds
+    peaks = [entry["peak_memory_bytes"] for entry in state.log_history if "peak_memory_bytes" in entry]
+    defaults = {"command": command_line(), "recipe": None, "settings": {}, "mode": None, "data": {}}
+    record = {
+        "format": FORMAT,
+        **defaults,
+        **facts,
+        "tokens_trained": state.num_input_tokens_seen,
+        "steps": state.global_step,
+        **counts,
+        "metrics": {name: x if math.isfinite(x) else None for name, x in metrics.items()},
+        "seconds": round(seconds, 3),
+        "tokens_per_second": state.num_input_tokens_seen / seconds if seconds else None,
+        "peak_memory_bytes": max(peaks, default=None),
+        "processes": trainer.args.world_size,
+        "seed": trainer.args.seed,
+        "environment": environment(),
+    }
+    write_json(trainer.folder / RECORD, record)

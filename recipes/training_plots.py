@@ -1,0 +1,116 @@
+"""loss.png and gates.png: a run's log at a glance."""
+
+from pathlib import Path
+
+
+INK, ACCENT, GRID = "#3b4252", "#c8553d", "#d8dee9"
+# What is drawn of each layer: the first of the names that was logged.
+PANELS = (
+    (("gate",), "gate"),
+    (("share",), "memory's share of the output"),
+    (("surprise",), "surprise before the write"),
+    (("fast_weight_change", "fast_weight_norm"), "fast weights: |W - W_init| / |W_init|"),
+)
+
+
+def draw_plots(log: list[dict], folder: Path) -> list[Path]:
+    """
+    Draw what there is to draw of a `Trainer`'s log history.
+
+    Returns:
+        The files written: loss.png if a loss was logged, gates.png if a memory was.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    written = []
+    style = {"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK, "axes.grid": True}
+    style |= {"grid.color": GRID, "grid.linewidth": 0.6, "font.size": 10, "axes.titlesize": 11, "figure.dpi": 120}
+    with pyplot.rc_context(style):
+        for name, draw in (("loss.png", _loss), ("gates.png", _gates)):
+            figure = draw(pyplot, log)
+            if figure is not None:
+                partial = folder / f"{name}.partial"
+                figure.savefig(partial, format="png", bbox_inches="tight")
+                pyplot.close(figure)
+                partial.replace(folder / name)
+                written.append(folder / name)
+    return written
+
+
+def smoothed(values: list[float], reach: int | None = None) -> list[float]:
+    """The mean of each value and its neighbours, `reach` on both sides (a fortieth of all), fewer near the ends. An
+    exponential mean would lag behind a loss that falls."""
+    reach = len(values) // 40 if reach is None else reach
+    found = []
+    for i in range(len(values)):
+        side = min(reach, i, len(values) - 1 - i)
+        near = values[i - side : i + side + 1]
+        found.append(sum(near) / len(near))
+    return found
+
+
+def _loss(pyplot, log: list[dict]):
+    train = [(e["step"], e["loss"]) for e in log if "loss" in e]
+    evaluated = [(e["step"], e["eval_loss"]) for e in log if "eval_loss" in e]
+    if not train:
+        return None
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    steps, losses = zip(*train)
+    many = len(train) >= 20
+    axes.plot(steps, losses, color=INK, alpha=0.3 if many else 1, linewidth=1, marker=None if many else "o", ms=3)
+    if many:
+        axes.plot(steps, smoothed(list(losses)), color=INK, linewidth=1.8, label="training, smoothed")
+    else:
+        axes.lines[0].set_label("training")
+    if evaluated:
+        axes.plot(*zip(*evaluated), color=ACCENT, linewidth=1.8, marker="o", ms=4, label="held out, next token")
+    axes.set(xlabel="step", ylabel="loss per token", title="Loss")
+    axes.legend(frameon=False)
+    rates = [(e["step"], e["learning_rate"]) for e in log if "learning_rate" in e and "loss" in e]
+    if rates:
+        right = axes.twinx()
+        right.plot(*zip(*rates), color=GRID, linewidth=1.2, zorder=0)
+        right.set_ylabel("learning rate", color="#8a93a5")
+        right.tick_params(colors="#8a93a5")
+        right.grid(False)
+        right.set_ylim(bottom=0)
+        right.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
+        axes.set_zorder(right.get_zorder() + 1)
+        axes.patch.set_visible(False)
+    return figure
+
+
+def _gates(pyplot, log: list[dict]):
+    panels = {}
+    for names, title in PANELS:
+        for name in names:
+            prefix = f"memory/{name}/layer_"
+            layers = sorted({int(key.removeprefix(prefix)) for e in log for key in e if key.startswith(prefix)})
+            if layers:
+                panels[name] = (title if name == names[0] else "fast weights: norm", layers)
+                break
+    if not panels:
+        return None
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.1 * rows), squeeze=False)
+    most = max(layer for _, layers in panels.values() for layer in layers)
+    colors = pyplot.get_cmap("viridis")
+    for axes, (name, (title, layers)) in zip(grid.flat, panels.items()):
+        for layer in layers:
+            points = [(e["step"], e[key]) for e in log if (key := f"memory/{name}/layer_{layer}") in e]
+            few = len(points) < 20
+            color = colors(0.9 * layer / max(most, 1))
+            axes.plot(*zip(*points), color=color, linewidth=1.3, marker="o" if few else None, ms=3, label=str(layer))
+        axes.set(title=title, xlabel="step")
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.remove()
+    shown = grid.flat[0].get_legend_handles_labels()
+    stride = max(1, len(shown[0]) // 12)  # of many layers not each is named
+    handles, names = shown[0][::stride], shown[1][::stride]
+    figure.tight_layout()
+    figure.legend(handles, names, title="layer", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure

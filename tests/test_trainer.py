@@ -1,0 +1,296 @@
+"""RecipeTrainer: what it computes, when it stops, what it logs and what it leaves behind."""
+
+import json
+import math
+
+import pytest
+import torch
+from peft import get_peft_model
+from train_killer import CONFIG, samples, trainer
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+import tnt_hf
+from tnt_hf.conversion import lora_config
+from tnt_hf.recipes.callbacks import WindowDropout
+from tnt_hf.recipes.objectives import next_token
+from tnt_hf.recipes.optimization import parameter_groups
+from tnt_hf.recipes.trainer import RecipeTrainer
+
+
+NO_SAVE = {"save_strategy": "no", "max_steps": 2}
+
+
+def weights(run: RecipeTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run of four steps that logs every second and reads the memory every step; and its trainer."""
+    folder = tmp_path_factory.mktemp("run") / "out"
+    run = trainer(folder, max_steps=4, save_steps=2, report_to="tensorboard")
+    run.memory_logging_steps, run.plots = 1, True
+    facts = {"mode": "pretrain", "recipe": "tnt_debug/stage1.yaml", "command": "tnt train", "data": {"name": "random"}}
+    run.metrics = run.fit(facts=facts)
+    return run
+
+
+# --- what a step computes ---
+
+
+def test_accumulation_changes_nothing_but_the_order_of_sums(tmp_path):
+    data = samples(8)
+    data[0]["labels"] = data[0]["labels"].clone()
+    data[0]["labels"][4:] = -100  # batches with different numbers of scored tokens
+    found = []
+    for size, count in ((4, 1), (1, 4)):
+        changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": count, "logging_steps": 1}
+        run = trainer(tmp_path, data=data, config={"attention_dropout": 0.0}, **NO_SAVE, **changes)
+        run.train()
+        found.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+    assert len(found[0]) == 2
+    # float32 sums of losses near 4 in another order; a wrong divisor would be off by a tenth and more
+    assert found[0] == pytest.approx(found[1], abs=2e-5)
+
+
+def test_the_objective_trains_and_the_next_token_evaluates(tmp_path):
+    """Here the objective is to be wrong, and the evaluation must see it."""
+    seen = []
+
+    def unlearn(model, inputs, num_items, teacher):
+        seen.append((teacher, int(num_items), model.training))
+        loss, outputs = next_token(model, inputs, num_items)
+        return -loss, outputs
+
+    run = trainer(tmp_path, config={"attention_dropout": 0.0}, **NO_SAVE)
+    run.objective, run.teacher = unlearn, "the teacher"
+    before = run.evaluate()["eval_loss"]
+    with torch.no_grad():
+        expected = [run.model(**{k: v[None] for k, v in row.items()}).loss.item() for row in samples(4)]
+    assert before == pytest.approx(sum(expected) / 4, abs=1e-6)
+    metrics = run.fit()
+    assert metrics["eval_loss"] > before and metrics["loss"] < 0
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
+    assert set(seen) == {("the teacher", 4 * 31, True)}  # of both batches of a step, without the first token of a row
+
+
+def test_groups_reach_the_optimizer(tmp_path):
+    run = trainer(tmp_path, **NO_SAVE)
+    run.create_optimizer()
+    groups = {(g["kind"], g["weight_decay"] > 0): g for g in run.optimizer.param_groups}
+    assert groups["gate", False]["lr"] == 3e-2 and groups["base", True]["weight_decay"] == 0.1
+    assert sum(len(g["params"]) for g in groups.values()) == len(list(run.model.parameters()))
+
+
+# --- numbers that are none ---
+
+
+def spoil(run: RecipeTrainer, name: str, step: int, value: float = math.nan) -> None:
+    """The gradient of a parameter gets one `value` in optimizer step `step`."""
+
+    def hook(gradient):
+        gradient = gradient.clone()
+        if run.state.global_step + 1 == step:
+            gradient.view(-1)[0] = value
+        return gradient
+
+    dict(run.model.named_parameters())[name].register_hook(hook)
+
+
+@pytest.mark.parametrize(
+    ("changes", "value"),
+    [({}, math.nan), ({"max_grad_norm": 0.0}, math.inf), ({"bf16": True, "gradient_accumulation_steps": 1}, math.nan)],
+    ids=["clipped", "not clipped", "bf16"],
+)
+def test_a_bad_gradient_stops_before_the_optimizer(tmp_path, changes, value):
+    run = trainer(tmp_path, save_steps=1, max_steps=4, **changes)
+    spoil(run, "model.layers.0.memory.memories.0.lr_proj.weight", 2, value)
+    taken = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            taken.append(weights(run))
+
+    run.add_callback(Watch)
+    with pytest.raises(
+        FloatingPointError, match="^step 2: gradients not finite: model.layers.0.memory.memories.0.lr_pr"
+    ):
+        run.fit()
+    assert len(taken) == 1 and equal(taken[0], weights(run)) and run.optimizer.state
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert not (tmp_path / "training.json").exists() and not (tmp_path / "model.safetensors").exists()
+
+
+def test_the_message_names_the_first_tensors_and_counts_the_rest(tmp_path):
+    run = trainer(tmp_path, **NO_SAVE)
+    with torch.no_grad():
+        run.model.model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
+    with pytest.raises(FloatingPointError) as error:
+        run.fit()
+    message = str(error.value)
+    assert message.startswith("step 1: the loss is nan, nan; weights not finite: model.layers.0.mlp.up_proj.weight;")
+    assert " more" in message and "nothing was saved" in message and "\n" not in message
+
+
+def test_a_bad_gradient_of_an_adapter_stops_too(tmp_path):
+    base = trainer(tmp_path / "a", **NO_SAVE).model
+    model = get_peft_model(base, lora_config(base, r=2))
+    args = TrainingArguments(str(tmp_path / "b"), use_cpu=True, report_to="none", disable_tqdm=True, **NO_SAVE)
+    run = RecipeTrainer(model=model, args=args, train_dataset=samples(), groups=parameter_groups(model, 1e-3))
+    name = next(name for name, p in model.named_parameters() if "lora_B" in name and p.requires_grad)
+    spoil(run, name, 1)
+    with pytest.raises(FloatingPointError, match="step 1: gradients not finite: base_model.*lora_B"):
+        run.fit()
+
+
+def test_what_cannot_learn_is_refused(tmp_path):
+    run = trainer(tmp_path, **NO_SAVE)
+    run.model.register_parameter("nowhere", torch.nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match="trainable: no gradient reaches nowhere"):
+        run.fit()
+
+
+# --- the log ---
+
+
+def test_what_is_logged(done):
+    log = [entry for entry in done.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in log] == [2, 4]
+    for entry in log:
+        assert entry["tokens"] == entry["step"] * 4 * 32 and entry["tokens_per_second"] > 0
+        assert entry["grad_norm"] > 0 and entry["peak_memory_bytes"] > 2**27
+        assert entry["learning_rate"] == entry["learning_rate/base"]
+        assert entry["learning_rate/gate"] == pytest.approx(3 * entry["learning_rate"])
+        assert {f"memory/{name}/layer_0" for name in ("gate", "share", "surprise")} <= entry.keys()
+        assert 0 < entry["memory/share"] < 1 and entry["memory/fast_weight_change"] > 0
+    narrowed = WindowDropout(0.5, seed=1)
+    assert log[1]["window_dropout"] == narrowed.share(2, 4)
+    between = [entry for entry in done.state.log_history if "memory/gate" in entry and "loss" not in entry]
+    assert [entry["step"] for entry in between] == [1, 3]
+    evaluated = [entry for entry in done.state.log_history if "eval_loss" in entry]
+    assert [entry["step"] for entry in evaluated] == [4]
+    assert evaluated[0]["eval_perplexity"] == pytest.approx(math.exp(evaluated[0]["eval_loss"]))
+
+
+def test_the_log_file_is_the_log(done):
+    lines = (done.folder / "training_log.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == done.state.log_history
+
+
+def test_tensorboard_has_the_same_numbers(done):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(done.folder / "runs"))
+    events.Reload()
+    entries = {entry["step"]: entry for entry in done.state.log_history if "loss" in entry}
+    for name in ("loss", "tokens_per_second", "memory/gate/layer_0", "memory/surprise", "learning_rate/memory"):
+        points = {point.step: point.value for point in events.Scalars(f"train/{name}")}
+        assert points[4] == pytest.approx(entries[4][name], rel=1e-6), name
+
+
+def test_reading_the_memory_does_not_change_the_training(tmp_path):
+    """Dropout makes the random state matter."""
+    found = []
+    for steps in (1, 0):
+        run = trainer(tmp_path, **NO_SAVE)
+        run.memory_logging_steps = steps
+        run.train()
+        found.append((weights(run), torch.get_rng_state(), run.optimizer.state_dict()["state"]))
+    read = any("memory/gate" in entry for entry in run.state.log_history)
+    assert not read and equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    for key, state in found[0][2].items():
+        assert equal(state, found[1][2][key])
+
+
+def test_padding_is_no_token_that_was_trained_on(tmp_path):
+    data = samples(4)
+    for row in data:
+        row["attention_mask"] = (torch.arange(32) < 20).long()
+        row["labels"] = row["input_ids"].masked_fill(row["attention_mask"] == 0, -100)
+    run = trainer(tmp_path, data=data, **NO_SAVE)
+    run.train()
+    assert run.state.num_input_tokens_seen == 2 * 4 * 20
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, True, None])
+def test_steps_between_readings_must_be_a_number(tmp_path, steps):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match=f"memory_logging_steps={steps!r}"):
+        RecipeTrainer(model=None, args=args, memory_logging_steps=steps)
+
+
+def test_what_no_objective_does_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="label_smoothing_factor=0.1"):
+        trainer(tmp_path, label_smoothing_factor=0.1)
+
+
+# --- what is left ---
+
+
+def test_models_and_checkpoints_load_like_any_other(done):
+    ids = samples(2)[0]["input_ids"][None]
+    with torch.no_grad():
+        expected = done.model.eval()(ids).logits
+    for folder in (done.folder, done.folder / "checkpoint-4"):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert type(model) is tnt_hf.TNTForCausalLM and model.config.use_cache is True
+        assert model.config.sliding_window == CONFIG["sliding_window"]
+        assert model.config.local_chunk_sizes == [2, 4]  # the schedule begins with step 4, which was not trained
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, expected)
+        assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] == ids.shape[1] + 2
+    assert done.model.config.use_cache is True
+
+
+def test_after_training_the_model_is_the_one_that_was_saved(tmp_path):
+    """Mixed precision ends with the training."""
+    run = trainer(tmp_path, bf16=True, **NO_SAVE | {"max_steps": 1})
+    run.fit()
+    ids = samples(2)[0]["input_ids"][None]
+    with torch.no_grad():
+        found = run.model.eval()(ids).logits
+        assert torch.equal(found, AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits)
+
+
+def test_the_record(done):
+    record = json.loads((done.folder / "training.json").read_text())
+    assert (
+        record["format"] == "tnt-training-1" and record["mode"] == "pretrain" and record["data"] == {"name": "random"}
+    )
+    assert record["recipe"] == "tnt_debug/stage1.yaml" and record["command"] == "tnt train"
+    assert record["steps"] == 4 and record["tokens_trained"] == 4 * 4 * 32 and record["seed"] == 1
+    assert record["metrics"] == done.metrics and set(done.metrics) == {"loss", "eval_loss", "perplexity"}
+    assert record["parameters"] == record["trained_parameters"] == sum(p.numel() for p in done.model.parameters())
+    assert record["seconds"] > 0 and record["peak_memory_bytes"] > 2**27 and record["tokens_per_second"] > 0
+    assert {"cpu", "cores", "python", "versions", "commit"} <= record["environment"].keys()
+    assert record["environment"]["versions"]["torch"] == torch.__version__
+
+
+def test_plots_are_drawn(done):
+    for name in ("loss.png", "gates.png"):
+        assert (done.folder / name).read_bytes().startswith(b"\x89PNG")
+    assert not list(done.folder.glob("*.partial"))
+
+
+def test_a_run_that_stops_early_leaves_its_log_and_plots(tmp_path):
+    run = trainer(tmp_path, save_strategy="no", max_steps=4)
+    run.plots = True
+    spoil(run, "lm_head.weight", 4)
+    with pytest.raises(FloatingPointError):
+        run.fit()
+    assert (tmp_path / "loss.png").exists() and (tmp_path / "gates.png").exists()
+    assert [json.loads(line)["step"] for line in (tmp_path / "training_log.jsonl").read_text().splitlines()] == [2]
+    assert run.model.config.sliding_window == CONFIG["sliding_window"]
+
+
+def test_a_model_without_memory_trains(tmp_path):
+    run = trainer(tmp_path, config={"memory_layers": []}, **NO_SAVE)
+    run.remove_callback(next(x for x in run.callback_handler.callbacks if type(x).__name__ == "ChunkSizeSchedule"))
+    run.plots = True
+    run.fit()
+    assert not any("memory" in key for entry in run.state.log_history for key in entry if key != "peak_memory_bytes")
+    assert (tmp_path / "loss.png").exists() and not (tmp_path / "gates.png").exists()

@@ -1,0 +1,237 @@
+"""A run that was killed goes on to the bit, from a checkpoint that is complete, and only as the run it was."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from train_killer import samples, trainer
+from transformers import TrainerState
+
+from tnt_hf.conversion import lora_config
+from tnt_hf.recipes.callbacks import ChunkSizeSchedule
+from tnt_hf.recipes.checkpoints import SEAL, checkpoints, delete_old_checkpoints, fault, latest_complete_checkpoint
+
+
+SHORT = {"max_steps": 4, "save_steps": 2, "eval_on_start": False}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run of four steps with two checkpoints."""
+    folder = tmp_path_factory.mktemp("run") / "out"
+    trainer(folder, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT).fit()
+    return folder
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "out")
+
+
+def killer(tmp_path: Path, *parts: str) -> str:
+    script = Path(__file__).with_name("train_killer.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, script, tmp_path, *parts]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()[-1]
+
+
+# --- deaths ---
+
+
+def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
+    """SIGKILL between and inside steps, inside saves and in the middle of a write; a full disk; two processes."""
+    assert killer(tmp_path, "steps", "saves", "full", "ranks") == "4 deaths"
+
+
+@pytest.mark.slow
+def test_a_run_killed_anywhere_ends_as_if_nothing_had_happened(tmp_path):
+    assert int(killer(tmp_path, "steps", "saves", "ranks", "every").split()[0]) > 100
+
+
+# --- which checkpoint ---
+
+
+def test_only_complete_checkpoints_count(copy, caplog):
+    first, last = checkpoints(copy)
+    assert (first.name, last.name) == ("checkpoint-2", "checkpoint-4") and latest_complete_checkpoint(copy) == last
+    weights = last / "model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, size - 1)
+    with caplog.at_level(logging.WARNING):
+        assert latest_complete_checkpoint(copy) == first
+    assert f"{last} is not complete" in caplog.text and f"{size - 1} bytes instead of {size}" in caplog.text
+    (first / "rng_state.pth").unlink()
+    assert fault(first) == "rng_state.pth is missing"
+    assert latest_complete_checkpoint(copy) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": 3}'])
+def test_an_unreadable_seal_is_no_seal(copy, text):
+    last = checkpoints(copy)[-1]
+    (last / SEAL).write_text(text)
+    assert SEAL in fault(last) and latest_complete_checkpoint(copy) == checkpoints(copy)[0]
+
+
+def test_folders_of_other_names_are_none(tmp_path):
+    for name in ("checkpoint-x", "checkpoint-1.partial", "checkpoint", "my-checkpoint-3"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-7").write_text("a file")
+    assert checkpoints(tmp_path) == [] and latest_complete_checkpoint(tmp_path / "absent") is None
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    for step in (9, 100, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
+
+
+def sealed(folder: Path, *steps: int) -> None:
+    for step in steps:
+        path = folder / f"checkpoint-{step}"
+        path.mkdir()
+        (path / SEAL).write_text(json.dumps({"files": {}, "run": {}}))
+
+
+def test_a_partial_checkpoint_never_costs_a_complete_one(tmp_path):
+    sealed(tmp_path, 1, 2, 3)
+    (tmp_path / "checkpoint-4").mkdir()  # newer, and partial
+    delete_old_checkpoints(tmp_path, limit=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_the_best_checkpoint_stays(tmp_path):
+    sealed(tmp_path, 1, 2, 3, 4)
+    delete_old_checkpoints(tmp_path, limit=2, best=str(tmp_path / "checkpoint-1"))
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+    delete_old_checkpoints(tmp_path, limit=None)
+    assert len(checkpoints(tmp_path)) == 3
+
+
+def test_a_checkpoint_can_be_named(copy):
+    first, last = checkpoints(copy)
+    expected = (last / "model.safetensors").read_bytes()
+    shutil.rmtree(last)
+    state = {"digest": "abc", "shuffle": {"seed": 1}}
+    again = trainer(copy, data_state=state, **SHORT)
+    again.fit(resume=first)
+    assert (last / "model.safetensors").read_bytes() == expected
+    (last / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match="checkpoint-4'?: is no complete checkpoint, optimizer.pt is missing"):
+        trainer(copy, data_state=state, **SHORT).fit(resume=last)
+
+
+def test_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path):
+    trainer(tmp_path, save_only_model=True, max_steps=1).fit()
+    with pytest.raises(ValueError, match="checkpoint-1 was saved with save_only_model=True"):
+        trainer(tmp_path, save_only_model=True, max_steps=2).fit()
+
+
+def test_never_refuses_a_folder_with_checkpoints(copy):
+    with pytest.raises(ValueError, match="resume='never': .* holds checkpoint-4 already"):
+        trainer(copy, **SHORT).fit(resume="never")
+
+
+def test_a_run_that_has_ended_takes_no_further_step(copy, caplog):
+    """Four steps of five in an epoch: `Trainer` alone would take another one."""
+    before = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").unlink()
+    (copy / "training.json").unlink()
+    again = trainer(copy, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT)
+    metrics = again.fit()
+    assert (copy / "model.safetensors").read_bytes() == before and again.state.global_step == 4
+    record = json.loads((copy / "training.json").read_text())
+    assert record["steps"] == 4 and record["metrics"] == metrics and record["tokens_trained"] == 4 * 4 * 32
+
+
+# --- the same run ---
+
+
+CHANGES = {
+    "seed": ({"seed": 2}, "seed=2: the run was begun with 1"),
+    "batch": ({"per_device_train_batch_size": 4}, "per_device_train_batch_size=4: the run was begun with 2"),
+    "accumulation": ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps=1: the run was begun with 2"),
+    "workers": ({"dataloader_num_workers": 1}, "dataloader_num_workers=1: the run was begun with 0"),
+    "rate": ({"learning_rate": 1e-4}, "learning_rate=0.0001: the run was begun with 0.01"),
+    "schedule": ({"lr_scheduler_type": "linear"}, "lr_scheduler_type='linear': the run was begun with 'cosine'"),
+    "data": (
+        {"data_state": {"digest": "xyz", "shuffle": {"seed": 1}}},
+        "data.digest='xyz': the run was begun with 'a",
+    ),
+    "nested": ({"data_state": {"digest": "abc", "shuffle": {"seed": 2}}}, "data.shuffle.seed=2: the run was begun wi"),
+    "no data": ({"data_state": {"shuffle": {"seed": 1}}}, "data.digest=nothing: the run was begun with 'abc'"),
+    "model": ({"config": {"global_chunk_size": 16}}, "model_config.global_chunk_size=16: the run was begun with 8"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_run_is_refused_and_the_setting_named(run, name):
+    changes, message = CHANGES[name]
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*") if "runs" not in path.parts)
+    state = {"data_state": {"digest": "abc", "shuffle": {"seed": 1}}}
+    with pytest.raises(ValueError) as error:
+        trainer(run, **SHORT | state | changes).fit()
+    assert message in str(error.value) and "checkpoint-4" in str(error.value) and "\n" not in str(error.value)
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*") if "runs" not in path.parts)
+
+
+def test_another_schedule_of_chunk_sizes_is_refused(run):
+    again = trainer(run, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT)
+    again.remove_callback(ChunkSizeSchedule)
+    again.add_callback(ChunkSizeSchedule({4: [8, 8]}))
+    with pytest.raises(ValueError, match=r"callbacks.ChunkSizeSchedule.4=\[8, 8\]: the run was begun with \[4, 8\]"):
+        again.fit()
+
+
+def test_more_steps_are_allowed_and_said(copy, caplog):
+    longer = trainer(copy, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT | {"max_steps": 5})
+    with caplog.at_level(logging.WARNING):
+        longer.fit()
+    assert "max_steps=5: the run was begun with 4" in caplog.text
+    assert TrainerState.load_from_json(str(copy / "checkpoint-5" / "trainer_state.json")).global_step == 5
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """A stream that begins again at its end."""
+
+    def __init__(self, passes: int):
+        self.passes = passes
+
+    def __iter__(self):
+        for _ in range(self.passes):
+            yield from samples(12)
+
+
+def test_a_stream_goes_on_where_it_stopped(tmp_path):
+    weights = []
+    for _ in range(2):
+        trainer(tmp_path, data=Endless(9), **SHORT).fit()
+        weights.append((tmp_path / "model.safetensors").read_bytes())
+        shutil.rmtree(tmp_path / "checkpoint-4")
+    assert weights[0] == weights[1]
+
+
+def test_adapters_go_on_to_the_bit(tmp_path):
+    """LoRA beside a memory that is trained in full; what is saved at the end is the merged model."""
+    weights = []
+    for _ in range(2):
+        base = trainer(tmp_path).model
+        torch.manual_seed(1)
+        model = get_peft_model(base, lora_config(base, r=2, lora_dropout=0.1))
+        trainer(tmp_path, model=model, **SHORT).fit()
+        weights.append((tmp_path / "model.safetensors").read_bytes())
+        shutil.rmtree(tmp_path / "checkpoint-4")
+    assert weights[0] == weights[1] and (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
+
+
+def test_a_stream_that_ends_before_the_run_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="train_dataset: the stream ended in step 4 of 4"):
+        trainer(tmp_path / "out", data=Endless(1), **SHORT).fit()
