@@ -1,0 +1,197 @@
+"""`tnt eval`: perplexity, retrieval over distance, cost by context and ablations of any causal language model.
+
+    tnt eval runs/tnt_debug/stage1 --tasks perplexity,ablation
+    python -m tnt_hf.recipes.evaluate MODEL --context 1024 4096
+
+`evaluate` is the same for a model in memory. The model is left as it was, to the bit. What costs time to import is
+imported when there is something to evaluate, so `--help` answers at once.
+"""
+
+import argparse
+import shlex
+import sys
+import warnings
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+TASKS = ("perplexity", "passkey", "recall", "cost", "ablation")
+
+
+def evaluate(
+    model,
+    tokenizer=None,
+    *,
+    tasks: str | Iterable[str] | None = None,
+    data: str | Iterable[str] = "python-stdlib",
+    data_config: str | None = None,
+    split: str | None = None,
+    text_column: str = "text",
+    held_out: float | None = None,
+    context: int | Iterable[int] | None = None,
+    tokens: int = 32_768,
+    samples: int = 32,
+    seed: int = 0,
+    batch_size: int | None = None,
+    local_chunk_sizes: int | list[int] | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """
+    Evaluates a causal language model, which is left as it was.
+
+    Args:
+        model: TNT or any other; with injected memory and adapters as `load_injected` gives it.
+        tokenizer: needed for every task but recall and cost.
+        tasks: of `TASKS`; by default all that apply, and `skipped` in the result names the others with the reason.
+        data: `python-stdlib`, a file, folder or Hub id as `dataset_name` of a recipe, or an iterable of texts.
+        data_config, split, text_column: of a dataset; the split is "train" by default.
+        held_out: share of the documents that a training with this `eval_share` leaves out; by default 0.05 of
+            `python-stdlib`, and 0, which is all documents, of anything else.
+        context: lengths in tokens. The longest is that of every task, cost is measured at each. By default 1024 and a
+            quarter of it, or less where `max_position_embeddings` is less.
+        tokens: of text, at most; no document brings more than the longest context or a sixteenth of it.
+        samples: pass keys per distance, and sequences of recall.
+        batch_size: rows at a time, by default 8 or as many as keep their logits in 512 MiB.
+        local_chunk_sizes: of a TNT model, for this evaluation.
+
+    Returns:
+        The content of evaluation.json, see the README.
+
+    Raises:
+        ValueError: an unknown task, one that cannot be run, an argument out of range, a context beyond what a model
+            without rotary positions knows, no text, logits that are not finite.
+    """
+    from tnt_hf.recipes.evaluation_run import evaluate_model
+
+    results = evaluate_model(
+        model,
+        tokenizer,
+        _tasks(tasks),
+        tasks is not None,
+        data=data,
+        data_config=data_config,
+        split=split,
+        text_column=text_column,
+        held_out=_held_out(data, held_out),
+        context=context,
+        tokens=tokens,
+        samples=samples,
+        seed=seed,
+        batch_size=batch_size,
+        local_chunk_sizes=local_chunk_sizes,
+        progress=progress,
+    )
+    for note in results.get("warnings", []):
+        warnings.warn(note, stacklevel=2)
+    return results
+
+
+def _held_out(data: str | Iterable[str], held_out: float | None) -> float:
+    from tnt_hf.recipes.evaluation_model import HELD_OUT, STDLIB
+
+    return (HELD_OUT if data == STDLIB else 0.0) if held_out is None else held_out
+
+
+def _tasks(tasks: str | Iterable[str] | None) -> list[str]:
+    chosen = TASKS if tasks is None else tasks.split(",") if isinstance(tasks, str) else tasks
+    chosen = [task.strip() for task in chosen]
+    if unknown := [task for task in chosen if task not in TASKS]:
+        raise ValueError(f"tasks: {unknown[0]!r} is none of {', '.join(TASKS)}")
+    return [task for task in TASKS if task in chosen]
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options of `tnt eval`."""
+    parser = argparse.ArgumentParser(
+        prog="tnt eval", description="Evaluate a causal language model with or without memory."
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="folder or Hub id: TNT, any causal LM, injected memory, adapter"
+    )
+    parser.add_argument(
+        "--tasks", metavar="LIST", help=f"comma-separated: {','.join(TASKS)} (default: all that apply)"
+    )
+    parser.add_argument(
+        "--data", default="python-stdlib", help="python-stdlib (held-out files), file, folder or Hub id"
+    )
+    parser.add_argument("--data-config", metavar="NAME", help="configuration of a Hub dataset")
+    parser.add_argument("--split", help="of a dataset (default: train)")
+    parser.add_argument("--text-column", default="text", metavar="NAME")
+    parser.add_argument(
+        "--held-out", type=float, metavar="SHARE", help="of the data, as eval_share (default: 0.05 of python-stdlib)"
+    )
+    parser.add_argument(
+        "--context", type=int, nargs="+", metavar="TOKENS",
+        help="context lengths; the longest counts, cost is measured at each (default: 256 1024, or the model's)",
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=32_768, help="of text, at most (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=32, help="pass keys per distance, sequences of recall (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, metavar="ROWS", help="default: 8, or what keeps logits in 512 MiB")
+    parser.add_argument(
+        "--local-chunk-sizes", type=int, nargs="+", metavar="C", help="of a TNT model, one for all or each"
+    )
+    parser.add_argument("--tokenizer", metavar="NAME", help="folder or Hub id (default: the model's)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float64", "float32", "bfloat16", "float16"))
+    parser.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="default: MODEL/evaluation, ./evaluation for a Hub id"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in DIR")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with MODEL")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`tnt eval`. Returns 0; mistakes in the input raise `ValueError` or `OSError`."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = build_parser().parse_args(arguments)
+    _tasks(options.tasks)
+    if missing := [name for name in ("matplotlib", "tqdm") if find_spec(name) is None]:
+        raise ValueError(f"tnt eval needs {', '.join(missing)}: pip install 'tnt-hf[train]'")
+    local = Path(options.model).is_dir()
+    output = options.output or (Path(options.model) if local else Path()) / "evaluation"
+
+    from tnt_hf.recipes.evaluation_model import load_model, training_note
+    from tnt_hf.recipes.evaluation_report import as_markdown, check_output, write_evaluation
+
+    check_output(output, options.overwrite)
+    model, tokenizer = load_model(
+        options.model,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        device=options.device,
+        trust_remote_code=options.trust_remote_code,
+    )
+    names = (
+        "tasks data data_config split text_column held_out context tokens samples seed batch_size local_chunk_sizes"
+    )
+    results = evaluate(model, tokenizer, **{name: getattr(options, name) for name in names.split()})
+    results["command"] = shlex.join(
+        ["tnt", "eval", *(Path(x).name if Path(x).is_absolute() else x for x in arguments)]
+    )
+    results["model"] = Path(options.model).resolve().name if local else options.model
+    if local and {"perplexity", "ablations"} & set(results):
+        note = training_note(Path(options.model), options.data, _held_out(options.data, options.held_out))
+        results |= {"warnings": [*results.get("warnings", []), note]} if note else {}
+    written = write_evaluation(output, results, options.overwrite)
+    print(as_markdown(results))
+    for task, reason in results.get("skipped", {}).items():
+        print(f"{task} skipped: {reason}", file=sys.stderr)
+    print(f"written to {output}: {', '.join(path.name for path in written)}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as mistake:
+        print(f"tnt eval: {mistake}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,226 @@
+"""Perplexity of documents alone: overall, by position, and with branches of the model switched off.
+
+Every token of every document is predicted exactly once. A document longer than the context is cut into pieces that
+are read alone, each with a fresh memory; a piece starts with the last token of the piece before, or with the begin
+token. Position p is the number of tokens the model has read of the piece when it predicts.
+
+Axis legend
+    R rows (pieces)   B rows of a batch   T tokens of a row   V vocabulary   N predicted tokens   D documents
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tnt_hf.conversion.injected_tnt import InjectedTNTMemory
+from tnt_hf.conversion.liza import LiZAMemory
+from tnt_hf.conversion.verify_branches import branches, gates, without_attention, without_memory, without_one_memory
+
+
+FIRST_BUCKET = 16  # positions of the first bucket; every further one reaches twice as far
+LOGITS_BYTES = 2**29  # of a batch, where no batch size is asked for
+MOST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Pieces of documents: token ids `[T]` int64 each, and the document each comes from."""
+
+    ids: list[Tensor]
+    document: list[int]
+
+    @classmethod
+    def of(cls, documents: list[list[int]], context: int, begin: int | None) -> "Rows":
+        """
+        Args:
+            documents: token ids of each. context: most tokens the model reads at once.
+            begin: token put before each document, so that its first token is predicted too; `None`: it is not.
+
+        Raises:
+            ValueError: `context` is not positive, or no document has a token to predict.
+        """
+        if context < 1:
+            raise ValueError(f"context={context!r}: must be at least 1 token")
+        rows, owner = [], []
+        for i, tokens in enumerate(documents):
+            ids = torch.tensor(tokens if begin is None else [begin, *tokens], dtype=torch.long)
+            for start in range(0, len(ids) - 1, context):
+                rows.append(ids[start : start + context + 1])
+                owner.append(i)
+        if not rows:
+            raise ValueError(f"data: {len(documents)} documents hold no token that could be predicted")
+        return cls(rows, owner)
+
+    @property
+    def tokens(self) -> int:
+        """Predicted tokens."""
+        return sum(len(ids) - 1 for ids in self.ids)
+
+
+def rows_per_batch(batch_size: int | None, context: int, vocab_size: int) -> int:
+    """`batch_size`, or as many rows as keep a batch's float32 logits in `LOGITS_BYTES`, `MOST_ROWS` at most."""
+    return batch_size or max(1, min(MOST_ROWS, LOGITS_BYTES // (4 * context * vocab_size)))
+
+
+@torch.inference_mode()
+def token_losses(
+    model: nn.Module, rows: Rows, batch_size: int, tell: Callable[[int], Any] = lambda rows_done: None
+) -> list[Tensor]:
+    """
+    Negative log-likelihood in nats of every predicted token: for each row `[T - 1]` float64, in the order of `rows`.
+
+    Rows of like length share a batch, padded on the right: what is read from there on changes nothing before.
+
+    Raises:
+        ValueError: a probability that is no number; names the document and the position.
+    """
+    device = next(model.parameters()).device
+    losses: list[Tensor] = [None] * len(rows.ids)
+    order = sorted(range(len(rows.ids)), key=lambda r: (-len(rows.ids[r]), r))
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
+        ids = nn.utils.rnn.pad_sequence([rows.ids[r] for r in batch], batch_first=True)
+        logits = model(input_ids=ids[:, :-1].to(device), use_cache=False).logits
+        for r, row in zip(batch, logits):
+            row = row[: len(rows.ids[r]) - 1]
+            row = row if row.dtype == torch.float64 else row.float()
+            losses[r] = F.cross_entropy(row, rows.ids[r][1:].to(device), reduction="none").double().cpu()
+            if not bool(losses[r].isfinite().all()):
+                position = int((~losses[r].isfinite()).nonzero()[0]) + 1
+                raise ValueError(
+                    f"logits are not finite: document {rows.document[r]}, position {position} of its piece; the model"
+                    " cannot be evaluated"
+                )
+        tell(len(batch))
+    return losses
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float | None]:
+    """
+    The token-weighted mean, and its standard error over documents (of a ratio of sums), `None` for one document.
+
+    Args:
+        sums, counts: per document `[D]` float64, of the values and how many there are.
+    """
+    used = counts > 0
+    sums, counts = sums[used], counts[used]
+    total, number = float(counts.sum()), len(counts)
+    mean = float(sums.sum()) / total
+    if number < 2:
+        return mean, None
+    spread = float(((sums - mean * counts) ** 2).sum()) * number / (number - 1)
+    return mean, math.sqrt(spread) / total
+
+
+def by_document(rows: Rows, losses: list[Tensor], first: int = 1, last: int | None = None) -> tuple[Tensor, Tensor]:
+    """Sums and counts `[D]` float64 of the losses at positions `first` to `last`, both included."""
+    sums = torch.zeros(max(rows.document) + 1, dtype=torch.float64)
+    counts = torch.zeros_like(sums)
+    for owner, loss in zip(rows.document, losses):
+        part = loss[first - 1 : last]
+        sums[owner] += part.sum()
+        counts[owner] += len(part)
+    return sums, counts
+
+
+def perplexity(sums: Tensor, counts: Tensor) -> dict[str, Any]:
+    """`perplexity`, its `standard_error` over documents (`None` for one document) and `tokens`."""
+    mean, error = mean_and_error(sums, counts)
+    value = math.exp(mean)
+    tokens = int(counts.sum())
+    return {"perplexity": value, "standard_error": None if error is None else value * error, "tokens": tokens}
+
+
+def buckets(longest: int) -> list[tuple[int, int]]:
+    """Positions 1 to 16, 17 to 32, 33 to 64 and so on, the last one ending at `longest`."""
+    found, first, last = [], 1, FIRST_BUCKET
+    while first <= longest:
+        found.append((first, min(last, longest)))
+        first, last = last + 1, 2 * last
+    return found
+
+
+def perplexity_result(rows: Rows, losses: list[Tensor]) -> dict[str, Any]:
+    """The section `perplexity` of evaluation.json, without what describes the data."""
+    overall = perplexity(*by_document(rows, losses))
+    longest = max(len(loss) for loss in losses)
+    return {
+        "tokens": overall["tokens"],
+        "documents": len(set(rows.document)),
+        "overall": overall["perplexity"],
+        "standard_error": overall["standard_error"],
+        "by_position": [
+            {"from": first, "to": last, **perplexity(*by_document(rows, losses, first, last))}
+            for first, last in buckets(longest)
+        ],
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- ablations
+
+
+@contextmanager
+def _mixing_weight(model: nn.Module, value: float) -> Iterator[None]:
+    """Every LiZA layer with its mixing weight at `value`: 0 is attention alone, 1 the linear operator alone."""
+    before = [(module, module.weight.clone()) for module in model.modules() if isinstance(module, LiZAMemory)]
+    for module, _ in before:
+        module.weight.fill_(value)
+    try:
+        yield
+    finally:
+        for module, weight in before:
+            module.weight.copy_(weight)
+
+
+def ablations(model: nn.Module) -> dict[str, Callable]:
+    """Every branch that can be switched off, as a context manager by its name; empty for a model without memory."""
+    if any(isinstance(module, LiZAMemory) for module in model.modules()):
+        return {"memory off": lambda: _mixing_weight(model, 0), "attention off": lambda: _mixing_weight(model, 1)}
+    injected = [module for module in model.modules() if isinstance(module, InjectedTNTMemory)]
+    if injected:
+        found = {"memory off": lambda: without_memory(model), "attention off": lambda: without_attention(model)}
+        specs = injected[0].config.memory_specs
+        for i, spec in enumerate(specs if len(specs) > 1 else []):
+            name = f"{spec.name} memory of {spec.chunk_size} tokens off"
+            found[f"{name} ({i})" if name in found else name] = lambda i=i: without_one_memory(model, i)
+        return found
+    return branches(model) if gates(model) else {}
+
+
+def ablation_result(
+    model: nn.Module,
+    rows: Rows,
+    batch_size: int,
+    tell: Callable[[int], Any] = lambda rows_done: None,
+    known: list[Tensor] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """
+    The section `ablations` of evaluation.json: perplexity with every branch off in turn, and `nats`, how much the
+    loss per token rises by that, with its standard error over the same documents.
+
+    Args:
+        known: losses of the whole model on `rows`, if they have been computed.
+
+    Raises:
+        ValueError: a model without memory.
+    """
+    found = ablations(model)
+    if not found:
+        raise ValueError("tasks: 'ablation' needs a model with memory, this one has none")
+    whole = token_losses(model, rows, batch_size, tell) if known is None else known
+    result = {"all branches": perplexity(*by_document(rows, whole))}
+    for name, without in found.items():
+        with without():
+            losses = token_losses(model, rows, batch_size, tell)
+        rise, error = mean_and_error(*by_document(rows, [a - b for a, b in zip(losses, whole)]))
+        result[name] = {**perplexity(*by_document(rows, losses)), "nats": rise, "nats_standard_error": error}
+    return result
