@@ -13,6 +13,25 @@ from tnt_hf.conversion.source import HUB_ID, Source, inside
 
 
 PASSED_ON = ("license", "license_name", "license_link", "language")
+REMOTE_CODE = """\
+`trust_remote_code=True` runs the `*_tnt.py` files of this folder, which are all the code the model needs; read them,
+or pin a `revision`, before you do that with a copy from somewhere else. With `tnt-hf` installed, `import tnt_hf` makes
+the argument unnecessary."""
+CITATION = """\
+```bibtex
+@article{tnt2025,
+  title   = {TNT: Improving Chunkwise Training for Test-Time Memorization},
+  journal = {arXiv preprint arXiv:2511.07343},
+  year    = {2025}
+}
+@article{titans2025,
+  title   = {Titans: Learning to Memorize at Test Time},
+  author  = {Behrouz, Ali and Zhong, Peilin and Mirrokni, Vahab},
+  journal = {arXiv preprint arXiv:2501.00663},
+  year    = {2025}
+}
+```"""
+
 TEMPLATE = """\
 ---
 {metadata}---
@@ -29,9 +48,7 @@ TEMPLATE = """\
 {quick_start}
 ```
 
-`trust_remote_code=True` runs the `*_tnt.py` files of this folder, which are all the code the model needs; read them,
-or pin a `revision`, before you do that with a copy from somewhere else. With `tnt-hf` installed, `import tnt_hf` makes
-the argument unnecessary.
+{remote_code}
 
 ## What was done
 
@@ -58,26 +75,14 @@ the argument unnecessary.
 
 ## Citation
 
-```bibtex
-@article{{tnt2025,
-  title   = {{TNT: Improving Chunkwise Training for Test-Time Memorization}},
-  journal = {{arXiv preprint arXiv:2511.07343}},
-  year    = {{2025}}
-}}
-@article{{titans2025,
-  title   = {{Titans: Learning to Memorize at Test Time}},
-  author  = {{Behrouz, Ali and Zhong, Peilin and Mirrokni, Vahab}},
-  journal = {{arXiv preprint arXiv:2501.00663}},
-  year    = {{2025}}
-}}
-```
+{citation}
 """
 
 TEXT_START = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 path = {name}  # this folder, or the Hub id it was uploaded to
-tokenizer = AutoTokenizer.from_pretrained(path)
+tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
 inputs = tokenizer("Test-time memory is", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"""
@@ -193,6 +198,8 @@ def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source
         where="no layer" if not layers else "every layer" if len(layers) == count else f"layers {ranges(layers)}",
         start=start,
         quick_start=(TEXT_START if tokenizer else IDS_START).format(name=json.dumps(name)),
+        remote_code=REMOTE_CODE,
+        citation=CITATION,
         command=command_line(conversion, name),
         settings="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
         probe=_probe(conversion),

@@ -20,8 +20,9 @@ NAME = r"(?P<repo>[\w.-]+/[\w.-]+)"
 class HubServer(ThreadingHTTPServer):
     """Serves on a free port of 127.0.0.1 from a background thread; use as a context manager.
 
-    Attributes: `endpoint` (str), `commits` (repo id -> list of (sha, {path: bytes}), oldest first), `requests` and
-    `unknown` (lists of "METHOD path").
+    Attributes: `endpoint` (str), `commits` (repo id -> list of (sha, {path: bytes}), oldest first; a branch has a list
+    of its own under "repo id@branch"), `messages` (of commits), `private` (repo ids), `is_full` (uploads of large
+    files are refused), `requests` and `unknown` (lists of "METHOD path").
     """
 
     daemon_threads = True
@@ -30,6 +31,9 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubRequestHandler)
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
         self.commits: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
+        self.messages: list[str] = []
+        self.private: set[str] = set()
+        self.is_full = False
         self.large_files: dict[str, bytes] = {}  # SHA-256 -> content, uploaded but not necessarily committed
         self.requests: list[str] = []
         self.unknown: list[str] = []
@@ -46,8 +50,9 @@ class HubServer(ThreadingHTTPServer):
         """(commit sha, files) of a revision. Raises KeyError("repo") or KeyError("revision") when there is none."""
         if repo not in self.commits:
             raise KeyError("repo")
-        for sha, files in reversed(self.commits[repo]):
-            if revision in ("main", sha):
+        branch = f"{repo}@{revision}"
+        for sha, files in reversed(self.commits.get(branch) or self.commits[repo]):
+            if revision in ("main", sha) or branch in self.commits:
                 return sha, files
         raise KeyError("revision")
 
@@ -63,6 +68,7 @@ class HubRequestHandler(BaseHTTPRequestHandler):
     ROUTES = (
         ("POST", r"/api/repos/create", "create_repo"),
         ("POST", r"/api/validate-yaml", "validate_yaml"),
+        ("POST", rf"/api/models/{NAME}/branch/(?P<branch>[^/]+)", "create_branch"),
         ("POST", rf"/api/models/{NAME}/preupload/(?P<revision>[^/]+)", "preupload"),
         ("POST", rf"/{NAME}\.git/info/lfs/objects/batch", "large_file_batch"),
         ("PUT", r"/upload/(?P<oid>[0-9a-f]{64})", "large_file_upload"),
@@ -111,7 +117,14 @@ class HubRequestHandler(BaseHTTPRequestHandler):
         request = json.loads(self.body)
         repo = f"{request.get('organization') or 'user'}/{request['name']}"
         self.server.commits.setdefault(repo, [(hashlib.sha1(repo.encode()).hexdigest(), {})])
+        if request.get("private") or request.get("visibility") == "private":
+            self.server.private.add(repo)
         self.reply(200, {"url": f"{self.server.endpoint}/{repo}", "name": repo, "id": repo})
+
+    def create_branch(self, repo: str, branch: str):
+        exists = f"{repo}@{branch}" in self.server.commits
+        self.server.commits.setdefault(f"{repo}@{branch}", list(self.server.commits[repo]))
+        self.reply(409 if exists else 201, {"error": "branch exists"} if exists else {})
 
     def validate_yaml(self):
         self.reply(200, {"errors": [], "warnings": []})
@@ -135,6 +148,8 @@ class HubRequestHandler(BaseHTTPRequestHandler):
         self.reply(200, {"transfer": "basic", "objects": objects})
 
     def large_file_upload(self, oid: str):
+        if self.server.is_full:
+            return self.reply(507, {"error": "no space left"})
         if hashlib.sha256(self.body).hexdigest() != oid:
             return self.reply(400, {"error": "content does not match its SHA-256"})
         self.server.large_files[oid] = self.body
@@ -150,10 +165,15 @@ class HubRequestHandler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 files[value["path"]] = self.server.large_files[value["oid"]]
-            elif entry["key"] != "header":
+            elif entry["key"] == "deletedFile":
+                del files[value["path"]]
+            elif entry["key"] == "header":
+                self.server.messages.append(value["summary"])
+            else:
                 return self.reply(501, {"error": f"commit entry {entry['key']}"})
-        sha = hashlib.sha1(self.body + str(len(self.server.commits[repo])).encode()).hexdigest()
-        self.server.commits[repo].append((sha, files))
+        commits = self.server.commits[repo if revision == "main" else f"{repo}@{revision}"]
+        sha = hashlib.sha1(self.body + str(len(commits)).encode()).hexdigest()
+        commits.append((sha, files))
         self.reply(
             200, {"success": True, "commitOid": sha, "commitUrl": f"{self.server.endpoint}/{repo}/commit/{sha}"}
         )

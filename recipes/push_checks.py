@@ -1,0 +1,204 @@
+"""What of a folder belongs into a repository, and whether it may go there: complete, finite, and without secrets.
+
+Nothing here writes, and only a model with an injected memory is loaded: all others are checked by their headers, and
+every tensor is read once, in pieces.
+"""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from tnt_hf import TNTConfig, TNTForCausalLM
+from tnt_hf.conversion.manifest import MANIFEST
+from tnt_hf.conversion.reload import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_injected
+from tnt_hf.conversion.shards import inspect
+from tnt_hf.conversion.source import COMPANIONS, INDEX, TEMPLATES, TEXTS, inside, read_header, read_json, read_source
+from tnt_hf.recipes.model_card_tables import portable, portable_command
+from tnt_hf.recipes.model_folder import EVALUATION, TRAINING, Model
+
+
+SECRET = re.compile(rb"\bhf_[A-Za-z0-9]{20,}\b")
+PICTURES = (".png", ".svg")
+READ_AS_TEXT = (".json", ".jsonl", ".md", ".py", ".jinja", ".txt")
+NAMES_OF_FOLDERS = ("_name_or_path", "name_or_path", "base_model_name_or_path")
+
+
+def files_to_push(model: Model) -> dict[str, Path]:
+    """
+    Name in the repository -> path, of everything that belongs there but the card: configuration, weights, code,
+    tokenizer, licence, results and plots. Checkpoints, optimizer states, event files and hidden files do not.
+
+    Raises:
+        ValueError: what is there does not fit together; the message names the file. OSError: a file is missing.
+    """
+    folder = model.folder
+    if model.kind == "adapter":
+        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+        shards: set[str] = {ADAPTER_WEIGHTS}
+    else:
+        shards = set(read_source(folder).shards)
+        names = ["config.json", *sorted(shards), *([INDEX] if len(shards) > 1 or (folder / INDEX).exists() else [])]
+        names += _code_files(model)
+    stray = {path.name for path in folder.glob("*.safetensors")} | {p.name for p in folder.glob(INDEX)}
+    if stray := sorted(stray - set(names)):
+        raise ValueError(f"{folder.name}/{stray[0]}: belongs to no model here; move it away, or readers may load it")
+    if INDEX in names and "model.safetensors" in shards:
+        raise ValueError(f"{folder.name}/{INDEX}: stands beside model.safetensors, which holds the whole model")
+    found = sorted(path.name for path in folder.iterdir() if path.is_file())
+    names += [name for name in found if name in COMPANIONS or TEXTS.fullmatch(name)]
+    names += [name for name in found if name in (TRAINING, "training_log.jsonl", MANIFEST) or name.endswith(PICTURES)]
+    files = {name: inside(folder, name) for name in dict.fromkeys(names)}
+    for path in sorted((folder / TEMPLATES).glob("*.jinja")):
+        files[f"{TEMPLATES}/{path.name}"] = inside(path.parent, path.name)
+    evaluation = (folder / EVALUATION).parent
+    if (folder / EVALUATION).is_file():
+        for path in sorted(evaluation.iterdir()):
+            if path.name == "evaluation.json" or path.suffix in (".md", *PICTURES):
+                files[f"{evaluation.name}/{path.name}"] = inside(evaluation, path.name)
+    return files
+
+
+def _code_files(model: Model) -> list[str]:
+    """The files `auto_map` names and those they import, each of which must be there and define what it should."""
+    if model.kind != "tnt":
+        return []
+    auto_map = model.config.get("auto_map")
+    if not isinstance(auto_map, dict) or not {"AutoConfig", "AutoModelForCausalLM"} <= auto_map.keys():
+        raise ValueError(
+            f"{model.folder.name}/config.json: auto_map={auto_map!r} names no code; save_pretrained writes it"
+        )
+    found: dict[str, ast.Module] = {}
+    for kind, target in auto_map.items():
+        if not isinstance(target, str) or not re.fullmatch(r"\w+\.\w+", target):
+            raise ValueError(
+                f"{model.folder.name}/config.json: auto_map[{kind!r}]={target!r} is not FILE.CLASS of this folder;"
+                " load the model where tnt_hf is imported and save it again"
+            )
+        module, name = target.split(".")
+        _follow(model.folder, module, found)
+        if name not in {node.name for node in found[module].body if isinstance(node, ast.ClassDef)}:
+            raise ValueError(f"{model.folder.name}/{module}.py: defines no class {name}, which auto_map names")
+    return sorted(f"{module}.py" for module in found)
+
+
+def _follow(folder: Path, module: str, found: dict[str, ast.Module]) -> None:
+    if module in found:
+        return
+    path = folder / f"{module}.py"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder.name}/{path.name}: missing, but config.json or another file needs it")
+    try:
+        found[module] = ast.parse(inside(folder, path.name).read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{folder.name}/{path.name}: is no Python ({error})") from error
+    for node in ast.walk(found[module]):
+        # `kernels_tnt` and its like are imported where they exist, under a guard; then their absence is no mistake.
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+            if (folder / f"{node.module}.py").is_file() or not _is_guarded(found[module], node):
+                _follow(folder, node.module, found)
+
+
+def _is_guarded(tree: ast.Module, node: ast.ImportFrom) -> bool:
+    tries = [x for x in ast.walk(tree) if isinstance(x, ast.Try)]
+    return any(node is inner for x in tries for statement in x.body for inner in ast.walk(statement))
+
+
+def check_files(model: Model, files: dict[str, Path]) -> list[str]:
+    """
+    Everything a reader will rely on.
+
+    Returns:
+        What is worth knowing but no mistake, one line each.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+    """
+    for name, path in files.items():
+        if path.suffix not in READ_AS_TEXT:
+            continue
+        content = path.read_bytes()
+        if SECRET.search(content):
+            raise ValueError(f"{name}: holds what looks like a Hugging Face token; remove it (and revoke the token)")
+        if path.suffix == ".json":
+            _check_json(name, content)
+    for name, path in files.items():
+        if path.suffix == ".safetensors":
+            inspect(path, read_header(path), name)
+    if model.kind == "adapter":
+        if not model.sizes["lora"] and not model.sizes["memory"]:
+            raise ValueError(f"{ADAPTER_WEIGHTS}: holds no tensor of LoRA and none of a memory")
+    else:
+        _check_complete(model)
+    return _check_tokenizer(model)
+
+
+def _check_json(name: str, content: bytes) -> None:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{name}: holds {constant}, which is no JSON and no result")
+
+    try:
+        json.loads(content, parse_constant=refuse)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{name}: is no valid JSON ({error})") from error
+
+
+def _check_complete(model: Model) -> None:
+    """The tensors are those of the model that the configuration describes, name by name and shape by shape."""
+    if model.kind == "injected":
+        load_injected(model.folder)  # compares every tensor itself, which it must load for that
+        return
+    with torch.device("meta"):
+        built = TNTForCausalLM(TNTConfig.from_dict(dict(model.config)))
+    wanted = {name: tuple(x.shape) for name, x in built.state_dict().items()}
+    stored = {name: x.shape for name, x in read_source(model.folder).tensors.items()}
+    tied = {"lm_head.weight"} if built.config.tie_word_embeddings else set()
+    if missing := sorted(wanted.keys() - stored.keys() - tied):
+        raise ValueError(f"{model.folder.name}: tensor {missing[0]!r} of the configuration is missing")
+    if strange := sorted(stored.keys() - wanted.keys()):
+        raise ValueError(f"{model.folder.name}: tensor {strange[0]!r} is none of the configuration's")
+    if wrong := [name for name in stored if stored[name] != wanted[name]]:
+        raise ValueError(
+            f"{model.folder.name}: tensor {wrong[0]!r} has shape {list(stored[wrong[0]])}, the configuration says"
+            f" {list(wanted[wrong[0]])}"
+        )
+
+
+def _check_tokenizer(model: Model) -> list[str]:
+    if not model.has_tokenizer:
+        return ["no tokenizer: readers need one from elsewhere"] if model.kind != "adapter" else []
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    except Exception as error:  # of the library's many readers, each with its own
+        raise ValueError(f"{model.folder.name}: its tokenizer cannot be loaded ({error})") from error
+    size = model.config.get("vocab_size")
+    if size is not None and len(tokenizer) > size:
+        raise ValueError(f"{model.folder.name}: the tokenizer has {len(tokenizer)} tokens, vocab_size is {size}")
+    return []
+
+
+def left_out(model: Model, files: dict[str, Path]) -> list[str]:
+    """What lies in the folder and stays there: files, and folders with a slash."""
+    found = []
+    for path in sorted(model.folder.iterdir()):
+        name = path.name + "/" * path.is_dir()
+        inside_it = any(pushed.startswith(name) for pushed in files) if path.is_dir() else path.name in files
+        if not inside_it and name != "README.md":
+            found.append(name)
+    return found
+
+
+def public_json(name: str, path: Path) -> bytes | None:
+    """The content of a JSON file without the paths of this machine, `None` if there are none in it."""
+    if path.suffix != ".json":
+        return None
+    values = read_json(path)
+    clean = {key: portable(x) if key in NAMES_OF_FOLDERS else x for key, x in values.items()}
+    if name in (TRAINING, EVALUATION):
+        clean = portable(values)
+        if isinstance(values.get("command"), str):
+            clean["command"] = portable_command(values["command"])
+    return None if clean == values else (json.dumps(clean, indent=2) + "\n").encode()
