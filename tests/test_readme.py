@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tnt_hf.cli import LATER, main
+from tnt_hf.recipes.recipe_file import read_recipe
 
 
 ROOT = Path(__file__).parents[1]
@@ -65,11 +66,28 @@ def test_the_session_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert whole.equal(namespace["second"])
 
 
+# What makes a command of the README short enough for a test; the rest of it is as printed.
+STEPS = "--max_steps 2 --per_device_train_batch_size 1 --eval_rows 2"
+SHORTER = {
+    "tnt train --config tnt_debug/stage1": f"{STEPS} --hidden_size 32 --intermediate_size 32",
+    "tnt train --config tnt_debug/stage2": STEPS,
+    "tnt eval": "--tokens 600 --samples 2",
+}
+
+
 def test_commands_run(after, monkeypatch, capsys):
     monkeypatch.chdir(after[0])
-    for command in (shlex.split(c) for c in commands() if c.startswith("tnt ")):
-        assert main(command[1:]) == 0, command
+    for command in (c for c in commands() if c.startswith("tnt ")):
+        shorter = next((more for start, more in SHORTER.items() if command.startswith(start)), "")
+        assert main(shlex.split(f"{command} {shorter}")[1:]) == 0, command
         assert capsys.readouterr().out, command
+
+
+def test_commands_of_other_launchers_name_recipes_that_can_be_read():
+    launched = [shlex.split(c.partition("tnt_hf.recipes.train ")[2]) for c in commands() if "recipes.train " in c]
+    assert launched
+    for arguments in launched:
+        assert read_recipe([*arguments, "--use_cpu"]).name == "tnt_150m/stage1.yaml"
 
 
 def test_make_targets_exist_and_ci_runs_the_test_command():
