@@ -25,6 +25,7 @@ def check_output(output: Path, overwrite: bool) -> None:
         FileExistsError: `output` holds an evaluation and `overwrite` is not asked for, or a file of the same name that
             no evaluation wrote.
         NotADirectoryError: `output` is a file.
+        OSError: it cannot be made, or nothing can be written there.
     """
     if output.exists() and not output.is_dir():
         raise NotADirectoryError(f"--output {output}: is a file, not a folder")
@@ -37,6 +38,15 @@ def check_output(output: Path, overwrite: bool) -> None:
     for name in (MARKDOWN, *PICTURES):
         if (output / name).exists() and name not in ours:
             raise FileExistsError(f"{output / name}: was not written by tnt eval; it is never overwritten")
+    missing = [path for path in (output, *output.parents) if not path.exists()]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+        for path in missing:
+            path.rmdir()
+    except OSError as error:
+        raise OSError(f"--output {output}: cannot be written to ({error.strerror})") from error
 
 
 def _written_here(output: Path) -> list[str]:

@@ -29,10 +29,8 @@ MOST_PAIRS, TOKENS_PER_PAIR = 32, 16  # of a recall sample
 
 
 def begin_token(tokenizer) -> int | None:
-    """The token every sample starts with: the tokenizer's bos, else its eos, else none."""
-    if tokenizer is None:
-        return None
-    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    """The token every sample starts with, as every document of a training does: the tokenizer's bos, if it has one."""
+    return None if tokenizer is None else tokenizer.bos_token_id
 
 
 def encode(tokenizer, text: str) -> list[int]:
@@ -216,6 +214,15 @@ def recall_distances(longest: int) -> list[tuple[int, int]]:
     return found
 
 
+def recall_length(tokenizer, context: int) -> int:
+    """Tokens of a recall sample behind the begin token. Raises ValueError for a context shorter than a pair and its
+    question."""
+    length = (context - (begin_token(tokenizer) is not None)) // 2 * 2
+    if length < 4:
+        raise ValueError(f"context={context!r}: the task 'recall' needs at least 5 tokens")
+    return length
+
+
 @torch.inference_mode()
 def recall_result(
     model: nn.Module,
@@ -234,11 +241,8 @@ def recall_result(
         ValueError: a context shorter than a pair and its question, or a vocabulary that is too small.
     """
     task, vocabulary = recall_vocabulary(tokenizer, host_of(model).config.vocab_size, seed)
-    begin = begin_token(tokenizer)
-    length = (context - (begin is not None)) // 2 * 2
+    begin, length = begin_token(tokenizer), recall_length(tokenizer, context)
     pairs = min(task.keys, MOST_PAIRS, max(1, length // TOKENS_PER_PAIR))
-    if length < 4:
-        raise ValueError(f"context={context!r}: the task 'recall' needs at least 5 tokens")
     drawn = task.samples(samples, length, pairs, seed)
     device, hits = next(model.parameters()).device, []
     for ids in vocabulary[drawn["input_ids"]].split(batch_size):

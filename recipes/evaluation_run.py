@@ -26,6 +26,7 @@ from tnt_hf.recipes.evaluation_retrieval import (
     begin_token,
     passkey_distances,
     passkey_result,
+    recall_length,
     recall_result,
     recall_vocabulary,
 )
@@ -74,6 +75,7 @@ def possible_tasks(
             if task == "passkey":
                 PasskeySamples(tokenizer, context)
             elif task == "recall":
+                recall_length(tokenizer, context)
                 recall_vocabulary(tokenizer, host_of(model).config.vocab_size, seed)
             elif task == "ablation" and not ablations(model):
                 raise ValueError("tasks: 'ablation' needs a model with memory, this one has none")

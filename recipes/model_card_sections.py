@@ -24,6 +24,7 @@ from tnt_hf.recipes.model_card_tables import (
 from tnt_hf.recipes.model_folder import Model
 
 
+PLOTS = ("loss.png", "gates.png")
 PAPERS = "([TNT, arXiv 2511.07343](https://arxiv.org/abs/2511.07343), on Titans, arXiv 2501.00663)"
 START = """\
 ```python
@@ -116,7 +117,7 @@ def architecture(model: Model) -> str:
     }
     if config.memory_layer_indices:
         shown["memories"] = "; ".join(
-            f"{spec.name}, {spec.chunk_size:,} tokens per chunk"
+            f"{spec.name}, {spec.chunk_size:,} token{'s' * (spec.chunk_size > 1)} per chunk"
             + (f", starts again every {spec.reset_interval:,}" if spec.reset_interval else "")
             for spec in config.memory_specs
         )
@@ -177,7 +178,7 @@ def training(model: Model) -> str:
         **{key.replace("_", " "): _fact(x) for key, x in environment.items() if key not in ("command", "seed")},
         "versions": ", ".join(f"{key} {text(x)}" for key, x in versions.items()) or None,
     }
-    pictures = [f"![{path.stem}]({path.name})" for path in sorted(model.folder.glob("*.png"))]
+    pictures = [f"![{Path(name).stem}]({name})" for name in PLOTS if (model.folder / name).is_file()]
     parts = [
         MODES.get(run.get("mode"), ""),
         f"```bash\n{portable_command(run['command'])}\n```" if run.get("command") else "",
@@ -210,10 +211,8 @@ def limits(model: Model) -> str:
         given = model.training.get("settings", {}).get("data", {})
         length = given.get("sequence_length", DataArguments().sequence_length)
         tokens = model.training.get("tokens_trained")
-        seen = f"trained on {tokens:,} tokens" if tokens else "trained"
-        lines += [
-            f"It was {seen} in rows of {length:,} tokens; longer texts are untested unless results say otherwise."
-        ]
+        seen = f"{tokens:,} tokens, in rows" if tokens else "rows"
+        lines += [f"The run above read {seen} of {length:,}; longer texts are untested unless results say otherwise."]
     if not results(model.evaluation):
         lines += ["No evaluation results come with it."]
     if model.base:

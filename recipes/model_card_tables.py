@@ -60,6 +60,8 @@ def text(value: Any) -> str:
     if isinstance(value, list | tuple) and not any(isinstance(x, Mapping | list | tuple) for x in value):
         is_range = len(value) == 2 and all(isinstance(x, int | float) for x in value)
         return (" to " if is_range else ", ").join(map(text, value))
+    if isinstance(value, Mapping) and not any(isinstance(x, Mapping | list | tuple) for x in value.values()):
+        return ", ".join(f"{text(key)}: {text(x)}" for key, x in value.items())
     if isinstance(value, Mapping | list | tuple):
         return code(value)
     return " ".join(SPECIAL.sub(r"\\\1", str(value)).split())

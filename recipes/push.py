@@ -49,10 +49,10 @@ def push(
 
     import tnt_hf
     from tnt_hf.conversion.manifest import MANIFEST, add_digests
-    from tnt_hf.conversion.source import HUB_ID
+    from tnt_hf.conversion.source import HUB_ID, inside
     from tnt_hf.recipes.model_card import is_generated, model_card, write_card
     from tnt_hf.recipes.model_folder import read_model
-    from tnt_hf.recipes.push_checks import check_files, files_to_push, left_out, public_json
+    from tnt_hf.recipes.push_checks import check_files, check_secrets, files_to_push, left_out, public_json
 
     tnt_hf.register()  # `python -m` does not
     try:
@@ -66,20 +66,23 @@ def push(
     model = read_model(folder)
     files = files_to_push(model)
     notes = check_files(model, files)
-    if not dry_run and not get_token():
-        raise PermissionError("no token: run `hf auth login`, or set HF_TOKEN to a token with write access")
-
     card = model.folder / "README.md"
+    if card.exists() or card.is_symlink():
+        inside(model.folder, card.name)  # or a link would publish a file of elsewhere
     edited = card.is_file() and not is_generated(card.read_text(encoding="utf-8", errors="replace"), model.folder)
     if edited and not regenerate_card:
         notes.append("README.md: edited by hand, kept as it is (--regenerate-card replaces it)")
-    if dry_run:
-        size = card.stat().st_size if edited and not regenerate_card else len(model_card(folder, repo).encode())
+        text = card.read_bytes()
     else:
+        text = model_card(folder, repo).encode()
+    check_secrets(card.name, text)
+    if not dry_run and not get_token():
+        raise PermissionError("no token: run `hf auth login`, or set HF_TOKEN to a token with write access")
+    size = len(text)
+    if not dry_run:
         write_card(folder, repo, regenerate=regenerate_card)
         if MANIFEST in files:
             add_digests(model.folder)
-        size = card.stat().st_size
     contents: dict[str, bytes | Path] = {name: public_json(name, path) or path for name, path in files.items()}
     sizes = {n: len(x) if isinstance(x, bytes) else x.stat().st_size for n, x in contents.items()} | {
         "README.md": size

@@ -21,9 +21,14 @@ from tnt_hf.recipes.model_card_tables import portable, portable_command
 from tnt_hf.recipes.model_folder import EVALUATION, TRAINING, Model
 
 
-SECRET = re.compile(rb"\bhf_[A-Za-z0-9]{20,}\b")
+# Of the Hub, GitHub, OpenAI and its like, AWS, and a private key of any kind.
+SECRET = re.compile(
+    rb"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b"
+    rb"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
 PICTURES = (".png", ".svg")
-READ_AS_TEXT = (".json", ".jsonl", ".md", ".py", ".jinja", ".txt")
+OURS = ("loss.png", "gates.png", "window_errors.png")  # pictures that runs and conversions leave
+NOT_READ = (".safetensors", ".model", *PICTURES)  # what is no text
 NAMES_OF_FOLDERS = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 
 
@@ -50,11 +55,17 @@ def files_to_push(model: Model) -> dict[str, Path]:
         raise ValueError(f"{folder.name}/{INDEX}: stands beside model.safetensors, which holds the whole model")
     found = sorted(path.name for path in folder.iterdir() if path.is_file())
     names += [name for name in found if name in COMPANIONS or TEXTS.fullmatch(name)]
-    names += [name for name in found if name in (TRAINING, "training_log.jsonl", MANIFEST) or name.endswith(PICTURES)]
+    card = folder / "README.md"
+    shown = card.read_text(encoding="utf-8", errors="replace") if card.is_file() and not card.is_symlink() else ""
+    names += [name for name in found if name in (TRAINING, "training_log.jsonl", MANIFEST, *OURS)]
+    names += [name for name in found if name.endswith(PICTURES) and f"({name})" in shown]
     files = {name: inside(folder, name) for name in dict.fromkeys(names)}
+    evaluation = (folder / EVALUATION).parent
+    for part in (folder / TEMPLATES, evaluation):
+        if part.resolve().parent != folder.resolve():
+            raise ValueError(f"{folder.name}/{part.name}: leads to {part.resolve()}, outside the folder")
     for path in sorted((folder / TEMPLATES).glob("*.jinja")):
         files[f"{TEMPLATES}/{path.name}"] = inside(path.parent, path.name)
-    evaluation = (folder / EVALUATION).parent
     if (folder / EVALUATION).is_file():
         for path in sorted(evaluation.iterdir()):
             if path.name == "evaluation.json" or path.suffix in (".md", *PICTURES):
@@ -118,11 +129,10 @@ def check_files(model: Model, files: dict[str, Path]) -> list[str]:
         ValueError: naming the file and what is wrong with it.
     """
     for name, path in files.items():
-        if path.suffix not in READ_AS_TEXT:
+        if path.suffix in NOT_READ:
             continue
         content = path.read_bytes()
-        if SECRET.search(content):
-            raise ValueError(f"{name}: holds what looks like a Hugging Face token; remove it (and revoke the token)")
+        check_secrets(name, content)
         if path.suffix == ".json":
             _check_json(name, content)
     for name, path in files.items():
@@ -134,6 +144,12 @@ def check_files(model: Model, files: dict[str, Path]) -> list[str]:
     else:
         _check_complete(model)
     return _check_tokenizer(model)
+
+
+def check_secrets(name: str, content: bytes) -> None:
+    """Raises ValueError if the content of the file `name` has something in it that must not be published."""
+    if SECRET.search(content):
+        raise ValueError(f"{name}: holds what looks like a token or a private key; remove it, and revoke it")
 
 
 def _check_json(name: str, content: bytes) -> None:

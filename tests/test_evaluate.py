@@ -318,6 +318,13 @@ def test_training_on_the_same_text_is_told(tmp_path):
     assert training_note(tmp_path / "none", "python-stdlib", 0.05) is None
 
 
+def test_a_context_too_short_for_a_task_skips_it_before_the_others_run(tokenizer):
+    results = evaluate(llama(), tokenizer, **{**QUICK, "context": [3]})
+    assert {"passkey", "recall"} <= results["skipped"].keys() and "perplexity" in results
+    with pytest.raises(ValueError, match="recall' needs at least 5 tokens"):
+        evaluate(llama(), tokenizer, **{**QUICK, "context": [3], "tasks": "perplexity,recall"})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -325,9 +332,12 @@ def test_training_on_the_same_text_is_told(tmp_path):
         (["{empty}"], "holds neither config.json nor adapter_config.json"),
         (["{folder}", "--tasks", "none"], "tasks: 'none'"),
         (["{folder}", "--output", "{folder}/config.json"], "is a file"),
+        (["{folder}", "--output", "{folder}/config.json/x"], "cannot be written to"),
+        (["{folder}", "--output", "/proc/evaluation"], "cannot be written"),
+        (["{folder}", "--data", "{folder}", "--output", "{folder}/evaluation"], "lies in the folder of --data"),
         (["{folder}", "--tokenizer", "{empty}", "--output", "{empty}/out"], "holds no tokenizer"),
         (["{folder}", "--device", "abacus", "--output", "{empty}/out"], "--device abacus: "),
-        (["{folder}", "--data", "{empty}", "--output", "{empty}/out"], "dataset_name"),
+        (["{folder}", "--data", "{empty}", "--output", "{folder}/results"], "dataset_name"),
     ],
 )
 def test_mistakes_end_as_one_line(folder, tmp_path, capsys, arguments, message):

@@ -25,7 +25,9 @@ from tnt_hf.cli import main as tnt
 from tnt_hf.conversion import LiZAConfig, convert_checkpoint, get_tptt_model, inject, load_injected
 from tnt_hf.conversion.manifest import check_manifest
 from tnt_hf.recipes.model_card import is_generated
+from tnt_hf.recipes.model_folder import read_model
 from tnt_hf.recipes.push import main, push
+from tnt_hf.recipes.push_checks import check_secrets, files_to_push
 
 
 CLIENT = str(Path(__file__).with_name("push_client.py"))
@@ -267,15 +269,51 @@ FAULTS = {
     ),
     "an index that leads outside": (lambda f: index_names(f, "../x.safetensors"), "no plain file name"),
     "a link that leads outside": (lambda f: (f / "LICENSE").symlink_to(__file__), "outside the checkpoint's folder"),
+    "a card that is a link": (lambda f: replace_by_link(f / "README.md"), "outside the checkpoint's folder"),
+    "results that are a link": (lambda f: replace_by_link(f / "evaluation"), "evaluation: leads to"),
+    "a token in the card": (
+        lambda f: (f / "README.md").write_text("# Mine\nhf_" + "a1B2" * 9),
+        "README.md: holds what looks like a token or a private key",
+    ),
     "tokenizer too large": (lambda f: add_token(f), f"vocab_size is {VOCABULARY}"),
     "damaged tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer cannot be loaded"),
     "a token in a file": (
         lambda f: set_field(f, "training.json", note="hf_" + "a1B2" * 9),
-        "training.json: holds what looks like a Hugging Face token",
+        "training.json: holds what looks like a token or a private key",
+    ),
+    "a private key in the licence": (
+        lambda f: (f / "LICENSE").write_text("-----BEGIN OPENSSH PRIVATE " + "KEY-----\n"),
+        "LICENSE: holds what looks like a token or a private key",
     ),
     "plain model": (lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'), "model_type='gpt2'"),
     "no folder": (lambda f: shutil.rmtree(f), "no such folder"),
 }  # fmt: skip
+
+
+def replace_by_link(path):
+    """`path` moved out of its folder, with a link in its place."""
+    elsewhere = path.parent.parent / f"elsewhere-{path.name}"
+    if path.exists():
+        path.rename(elsewhere)
+    else:
+        elsewhere.write_text("not to be published")
+    path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("secret", ["hf_" + "a1B2" * 9, "ghp_" + "a1B2" * 9, "sk-" + "a1B2" * 9, "AKIA" + "A1B2" * 4])
+def test_secrets_are_found_and_names_like_them_are_not(secret):
+    with pytest.raises(ValueError, match="looks like a token"):
+        check_secrets("notes.txt", f'key = "{secret}"'.encode())
+    check_secrets("notes.txt", b"hf_hub_download, task-123, risk-free, AKIA")
+
+
+def test_only_pictures_of_the_run_or_the_card_go_along(run, tmp_path):
+    folder = copied(run, tmp_path)
+    (folder / "private.png").write_bytes(b"mine")
+    (folder / "shown.png").write_bytes(b"to be seen")
+    (folder / "README.md").write_text("# Mine\n![what it does](shown.png)\n")
+    names = files_to_push(read_model(folder))
+    assert {"loss.png", "gates.png", "shown.png"} <= names.keys() and "private.png" not in names
 
 
 @pytest.mark.parametrize("fault", FAULTS)
