@@ -512,6 +512,20 @@ def test_gradient_bound_limits_the_step():
     assert (step <= 0.5 * lr[0].sum(0) + 1e-12).all()
 
 
+@pytest.mark.parametrize("grad_bound", [None, 1.0])
+def test_inputs_that_nothing_reads_have_a_gradient_of_zero(grad_bound):
+    """A document shorter than a chunk that is read at its start: processes that train together must all have one."""
+    (q, k, v, lr), weights, _ = make_inputs(T=8, depth=1)
+    inputs = {name: x.requires_grad_() for name, x in (("q", q), ("k", k), ("v", v), ("lr", lr))}
+    gates = {name: torch.full_like(lr, 0.1).requires_grad_() for name in ("momentum", "decay")}
+    o, _ = memory_chunkwise(
+        *inputs.values(), weights, **gates, chunk_size=8, read="chunk_start", grad_bound=grad_bound
+    )
+    o.square().sum().backward()
+    assert q.grad.any()
+    assert all(x.grad is not None and not x.grad.any() for x in (k, v, lr, *gates.values()))
+
+
 def test_bfloat16_inputs_keep_a_float32_state():
     tensors, weights, _ = make_inputs(T=24, K=16, V=16, dtype=torch.float32)
     want = run(memory_chunkwise, tensors, weights, {}, chunk_size=4)

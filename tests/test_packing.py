@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny import MODES, tiny_model
+from tiny import MODES, tiny_config, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tnt_hf.modeling_tnt import build_masks
 from tnt_hf.recipes.encoding import Encoded
 from tnt_hf.recipes.packing import (
     IGNORED,
@@ -181,3 +182,13 @@ def test_the_loss_of_a_packed_row_is_that_of_its_documents():
     with torch.no_grad():
         losses = [model(x["input_ids"][None], labels=x["labels"][None]).loss * n for (_, x), n in zip(alone, scored)]
         assert model(**row, use_cache=False).loss * sum(scored) == pytest.approx(float(sum(losses)), abs=1e-9)
+
+
+def test_flash_attention_refuses_several_packed_rows_which_it_would_not_keep_apart():
+    config = tiny_config()
+    config._attn_implementation = "flash_attention_2"
+    documents, embeds = torch.tensor([[0, 0, 1, 1]] * 2), torch.zeros(2, 4, config.hidden_size)
+    with pytest.raises(ValueError, match="flash_attention_2.* one row at a time, and there are 2 rows"):
+        build_masks(config, embeds, None, None, documents)
+    build_masks(config, embeds[:1], None, None, documents[:1])
+    build_masks(config, embeds, None, None, None)

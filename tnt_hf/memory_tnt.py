@@ -477,16 +477,9 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
     full = grid.full if isinstance(grid.full, bool) else grid.full.repeat_interleave(H)
     counts, starts = ([n * H for n in x] for x in (grid.counts, grid.starts))
     plan = Plan(
-        net,
-        counts,
-        starts,
-        Hq // H,
-        options["read"] == "current",
-        state is not None and C > 1,
-        full,
-        options["keep_state"],
-        options["keep_loss"],
-    )
+        net, counts, starts, Hq // H, options["read"] == "current", state is not None and C > 1, full,
+        options["keep_state"], options["keep_loss"],
+    )  # fmt: skip
     theta, mu, keep, present = programs(lr), None, None, None
     if momentum is not None:
         mu = programs(momentum)
@@ -518,6 +511,9 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
         final = [None if x[0] is None else list(x) for x in (final[i * len(W) : (i + 1) * len(W)] for i in range(3))]
     else:
         o, loss, *final = scan(plan, x, *tensors, coef, ln, target, xi, W, S, bound=options["grad_bound"])
+        if needs_grad:  # 0 and not None where no token was read after a write, as ChunkScan has it: ranks must agree
+            written = [y for y in (*tensors, theta, mu, keep) if y is not None and y.requires_grad]
+            o = o + sum(0 * y[(0,) * y.ndim] for y in written)
 
     state = None
     if options["keep_state"]:

@@ -328,6 +328,12 @@ def build_masks(
         raise ValueError(
             f"num_persistent_tokens={P} needs attn_implementation 'sdpa' or 'eager', not {implementation!r}."
         )
+    if segment_ids is not None and "flash" in implementation and len(segment_ids) > 1:
+        # The library hands flash attention the documents of a single row only; of more rows it would see all as one.
+        raise ValueError(
+            f"attn_implementation={implementation!r} keeps packed documents apart in one row at a time, and there are"
+            f" {len(segment_ids)} rows: take a batch of 1 (longer rows), or 'sdpa'."
+        )
     if attention_mask is not None and attention_mask.ndim != 2 and config.memory_layer_indices:
         raise ValueError(
             f"attention_mask of shape {tuple(attention_mask.shape)}: memory layers need a 2-D mask [B, past + T] of"
