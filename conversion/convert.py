@@ -24,7 +24,7 @@ from tnt_hf.conversion.manifest import MANIFEST, write_manifest
 from tnt_hf.conversion.memory_tensors import initial_memory_tensors
 from tnt_hf.conversion.model_card import model_card, public_name
 from tnt_hf.conversion.plan import base_shards, is_same_bytes, our_tensors, parse_size
-from tnt_hf.conversion.probe import measure_window_errors, probe_name
+from tnt_hf.conversion.probe import measure_window, probe_name
 from tnt_hf.conversion.shards import STORED, TORCH
 from tnt_hf.conversion.source import Source, StoredTensor, locate, read_json, read_source
 from tnt_hf.conversion.staging import Staging, check_target
@@ -64,8 +64,8 @@ def convert_checkpoint(
         source: a folder or a Hub id (`revision` for the latter).
         output: the folder to be.
         window: keys every query sees (tokens), itself included. `None` keeps the source's attention.
-        keep_full_attention: layers that attend to everything beside a window, or `"auto:N"`: the N that `probe` shows
-            to suffer most from it.
+        keep_full_attention: layers that attend to everything beside a window, or `"auto:N"`: the N whose
+            window costs most, in next-token loss on `probe`.
         probe: a text, or the path of a text file, to measure each layer's window error on. Loads the source.
         dtype: of the base tensors, such as `"bfloat16"`; `None` keeps theirs.
         link: `"auto"` links the shards where the file system can and copies them otherwise, `"link"` insists,
@@ -111,15 +111,15 @@ def convert_checkpoint(
         reason = "fused tensors" if cast is None else f"dtype={dtype}"
         raise ValueError(f"link='link': {checkpoint.name} needs shards of its own ({reason})")
 
-    errors = None
+    errors = losses = None
     if probe is not None:
         from tnt_hf.conversion.sensitivity import choose_full_attention, table
 
-        errors = measure_window_errors(folder, probe, window, progress)
-        if count:
-            layers = choose_full_attention(errors, count)
+        errors, losses = measure_window(folder, probe, window, bool(count), progress)
+        if losses is not None:
+            layers = choose_full_attention(losses, count)
             config = tnt_config(source_config, window=window, full_attention_layers=layers, **fields)
-        say(table(errors, layers))
+        say(table(errors, layers, losses))
     _complete(config, checkpoint, source_config, tensors, cast, say)
 
     memory = list(initial_memory_tensors(config, tensors, STORED[config.dtype], seed))
@@ -132,6 +132,7 @@ def convert_checkpoint(
         "window": window,
         "full_attention_layers": layers,
         "window_errors": errors,
+        "window_losses": losses,
         "plot": errors is not None and find_spec("matplotlib") is not None,
         "dtype": str(config.dtype).removeprefix("torch."),
         "cast": any(cast not in (None, tensor.dtype) for tensor in tensors.values()),

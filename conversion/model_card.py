@@ -227,16 +227,19 @@ def _probe(conversion: dict[str, Any]) -> str:
     if errors is None:
         return ""
     kept = conversion["full_attention_layers"] or []
+    losses = conversion.get("window_losses")
+    added = [f" {loss:.4g} |" for loss in losses] if losses else [""] * len(errors)
     rows = "\n".join(
-        f"| {layer} | {error:.4g} | {'full attention' if layer in kept else ''} |"
+        f"| {layer} | {error:.4g} |{added[layer]} {'full attention' if layer in kept else ''} |"
         for layer, error in enumerate(errors)
     )
+    also = ", and what it adds to the loss of the next token" if losses else ""
     picture = "\n![window error of each layer](window_errors.png)\n" if conversion["plot"] else ""
     return f"""
 How much a window of {conversion["window"]} tokens changes the attention output of each layer, alone, on the probe text
-(relative squared error):
+(relative squared error){also}:
 
-| layer | window error | |
-|---|---|---|
+| layer | window error |{" loss added (nats) |" * bool(losses)} |
+|---|---|{"---|" * bool(losses)}---|
 {rows}
 {picture}"""

@@ -7,14 +7,20 @@ from pathlib import Path
 MAX_TOKENS = 16_384
 
 
-def measure_window_errors(folder: Path, probe: str | os.PathLike, window: int, progress: bool = True) -> list[float]:
+def measure_window(
+    folder: Path, probe: str | os.PathLike, window: int, choosing: bool, progress: bool = True
+) -> tuple[list[float], list[float] | None]:
     """
-    The window error of every layer of the source (see `sensitivity.window_errors`), which is loaded and freed.
+    What a window does to every layer of the source, which is loaded and freed.
 
     Args:
         folder: of the source.
         probe: a text, or the path of a text file; its first 16384 tokens are used.
         window: in tokens.
+        choosing: whether layers are to be chosen, for which the loss is asked as well: a pass per layer.
+
+    Returns:
+        `sensitivity.window_errors` and, if `choosing`, `sensitivity.loss_increases`, a number per layer each.
 
     Raises:
         ValueError: the source has no tokenizer, or the text is not longer than the window.
@@ -22,7 +28,7 @@ def measure_window_errors(folder: Path, probe: str | os.PathLike, window: int, p
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tnt_hf.conversion.sensitivity import print_progress, window_errors
+    from tnt_hf.conversion.sensitivity import loss_increases, print_progress, window_errors
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -35,7 +41,8 @@ def measure_window_errors(folder: Path, probe: str | os.PathLike, window: int, p
         raise ValueError(f"probe: the text has {ids.shape[1]} tokens, which must be more than window={window}{taken}")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
     with torch.inference_mode():
-        return window_errors(model.eval(), ids, window, print_progress if progress else None)
+        errors = window_errors(model.eval(), ids, window, print_progress if progress else None)
+        return errors, loss_increases(model, ids, window) if choosing else None
 
 
 def read_text(probe: str | os.PathLike) -> str:

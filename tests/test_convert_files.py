@@ -205,12 +205,21 @@ def test_the_command_line(tmp_path, source, monkeypatch, capsys):
     assert config.local_chunk_sizes == [4, 8] and config.memory_max_lr == 0.1
     found = read_manifest(tmp_path / "result")["conversion"]
     errors, (kept,) = found["window_errors"], found["full_attention_layers"]
-    assert len(errors) == 3 and kept == errors.index(max(errors)) and found["seed"] == 5
+    losses = found["window_losses"]
+    assert len(errors) == len(losses) == 3 and kept == losses.index(max(losses)) and found["seed"] == 5
     assert "sliding" not in config.layer_types[kept] and sum("sliding" in kind for kind in config.layer_types) == 2
-    for line in ("window error", "29,", "window 16", "next        tnt verify source result", str(tmp_path / "result")):
+    for line in (
+        "window error",
+        "loss added",
+        f"{losses[kept]:.4g}",
+        "29,",
+        "window 16",
+        "next        tnt verify source result",
+        str(tmp_path / "result"),
+    ):
         assert line in said, said
     card = (tmp_path / "result" / "README.md").read_text()
-    assert f"| {kept} | {errors[kept]:.4g} | full attention |" in card
+    assert f"| {kept} | {errors[kept]:.4g} | {losses[kept]:.4g} | full attention |" in card
     assert ("window_errors.png" in card) == (tmp_path / "result" / "window_errors.png").exists()
 
 
