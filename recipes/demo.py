@@ -1,235 +1,195 @@
-"""The demo: train a small TNT on Python's standard library, compare it with its twin, save it and load it again.
+"""The demo: what this package is for, from a Llama trained on real text to a hybrid that can be pushed, in minutes.
 
-Stage 1 trains everything with local chunks of 8 tokens, stage 2 only the local memories with chunks of one token. The
-twin is the same model without memories, so it has a sliding window only: it starts from the same backbone weights and
-sees the same text in the same order, as much as both stages together. A second, synthetic task (`data.Recall`) shows
-over which distance each of the two can look something up.
+A small Llama learns the source text of Python's standard library, and `tnt convert` narrows its attention to a window
+with a memory beside it, `tnt verify` proves what is promised of that, distillation brings back what the window hides,
+stage 2 refines the local memory, `tnt eval` measures the result and a model card is written. Controls without memory
+show what LoRA alone brings back.
 
-The amount of work is fixed by `--budget`, not by the clock, so a run can be repeated exactly. The four trainings share
-nothing and run in worker processes, as many at a time as there are cores, one torch thread each.
+The amount of work is fixed by `--budget`, not by the clock, so a run can be repeated exactly. Students share nothing
+and run in worker processes, as many at a time as there are cores.
 """
 
 import argparse
-import multiprocessing
+import json
 import os
-import queue
+import shutil
+import signal
 import time
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from tnt_hf.recipes.data import Corpus, read_corpus, train_tokenizer, windows
-from tnt_hf.recipes.demo_conversion import ConversionData, ConversionPlan, conversion_jobs, measured_on
-from tnt_hf.recipes.demo_conversion_report import conversion_result, conversion_summary, draw_conversion
-from tnt_hf.recipes.demo_jobs import Plan, probe, shuffled, train_recall, train_text
-from tnt_hf.recipes.demo_report import (
-    Progress,
-    closing,
-    draw_recall,
-    draw_text,
-    environment,
-    job_facts,
-    recall_results,
-    recall_summary,
-    text_results,
-    text_summary,
-    write_results,
-)
+from tnt_hf.recipes.corpus import Corpus, read_corpus
+from tnt_hf.recipes.demo_conversion import STUDENTS, ConversionData, ConversionPlan, measured_on, train_source
+from tnt_hf.recipes.demo_conversion_report import conversion_results, draw, summary
+from tnt_hf.recipes.demo_jobs import run_jobs, shuffled
+from tnt_hf.recipes.environment import environment
 
 
-PROMPT = "class Reader:\n    def __init__(self, "
-PARTS = ("text", "recall", "conversion")
-NEEDED = ("accelerate", "matplotlib", "tokenizers", "tqdm")
-
-
-def run_jobs(jobs: dict, workers: int, after: dict[str, str] | None = None) -> dict:
-    """Runs `{name: (function, *arguments)}` in worker processes, showing progress. A job that fails stops the demo.
-
-    Args:
-        after: `{name: other}`, jobs that start when another one is done.
-    """
-    waiting = dict(after or {})
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, Progress() as progress:
-        reports = manager.Queue()
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            running = {}
-            while len(running) < len(jobs) or any(not job.done() for job in running.values()) or not reports.empty():
-                for job in running.values():
-                    if job.done() and job.exception() is not None:
-                        pool.shutdown(wait=True, cancel_futures=True)
-                        raise job.exception()
-                for name, (function, *arguments) in jobs.items():
-                    other = running.get(waiting.get(name))
-                    if name not in running and (name not in waiting or other is not None and other.done()):
-                        running[name] = pool.submit(function, *arguments, reports)
-                try:
-                    progress.show(*reports.get(timeout=0.5))
-                except queue.Empty:
-                    pass
-            return {name: running[name].result() for name in jobs}
-
-
-# ------------------------------------------------------------------------------------------------------- the program
+NEEDED = ("accelerate", "matplotlib", "peft", "tokenizers", "tqdm")
+FORMAT, RESULTS, PICTURES = "tnt-demo-1", "results.json", ("conversion.png", "loss.png")
+TEXTS = "held_out.jsonl"
+HYBRID = "hybrid"  # the one that goes all the way
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Options of `tnt demo`."""
-    plan = Plan()
+    plan = ConversionPlan()
     parser = argparse.ArgumentParser(
-        prog="tnt demo", description="Train, compare, save and reload a small TNT on real text; convert a Llama."
+        prog="tnt demo",
+        description="Train a small Llama on real text, convert it, verify, distil, refine and evaluate the hybrid.",
     )
     parser.add_argument(
-        "--only", choices=PARTS, action="append", metavar="PART", help=f"one of {', '.join(PARTS)}; may be repeated"
+        "--only", choices=STUDENTS, action="append", metavar="MODEL", help=f"of {', '.join(STUDENTS)}; may be repeated"
     )
-    parser.add_argument("--output", type=Path, default=Path("demo_out"), metavar="DIR", help="default: %(default)s")
     parser.add_argument(
-        "--budget",
-        type=int,
-        default=plan.stage1_steps,
-        metavar="STEPS",
-        help="steps of stage 1; everything else follows in proportion (default: %(default)s)",
-    )
+        "--output", type=Path, default=Path("demo_out"), metavar="DIR",
+        help="default: %(default)s; what an earlier demo left there is replaced",
+    )  # fmt: skip
+    parser.add_argument(
+        "--budget", type=int, default=plan.teacher_steps, metavar="STEPS",
+        help="steps of the Llama; everything else follows in proportion (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=plan.seed)
     parser.add_argument(
         "--workers", type=int, metavar="N", help="trainings at a time (default: one per core, at most 4)"
     )
     parser.add_argument("--corpus", type=Path, metavar="DIR", help="Python sources (default: the standard library)")
     options = parser.parse_args(arguments)
-    options.only = [part for part in PARTS if part in (options.only or PARTS)]
+    options.only = [name for name in STUDENTS if name in (options.only or STUDENTS)]
     if options.workers is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         options.workers = min(4, cores)
     for name in ("budget", "workers"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
-    needed = NEEDED + (("peft",) if "conversion" in options.only else ())
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise ValueError(f"tnt demo needs {', '.join(missing)}: pip install 'tnt-hf[train]'")
     return options
 
 
-def reload(checkpoint: Path, tokenizer, held_out, expected: list, seed: int) -> tuple[dict, str]:
-    """Loads the checkpoint with the Auto class, compares it bit for bit, and continues `PROMPT` with it."""
-    import numpy as np
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+def claim(output: Path) -> None:
+    """
+    An empty folder for the demo: what an earlier one left there is removed, other files are not touched.
 
-    from tnt_hf import TNTForCausalLM  # the first name of the package registers the model with the Auto classes
-
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)  # as in the process that trained it: the order of a sum depends on the number of threads
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    logits, tokens = probe(model, held_out)
-    checks = {
-        "reloaded_by_auto_class": type(model) is TNTForCausalLM,
-        "reloaded_logits_equal": bool(np.array_equal(logits, expected[0])),
-        "reloaded_generation_equal": bool(np.array_equal(tokens, expected[1])),
-    }
-    torch.manual_seed(seed)
-    prompt = torch.tensor([[tokenizer.bos_token_id, *tokenizer(PROMPT)["input_ids"]]])
-    written = model.generate(prompt, max_new_tokens=120, do_sample=True, temperature=0.7, top_k=40, pad_token_id=0)
-    return checks, tokenizer.decode(written[0], skip_special_tokens=True)
-
-
-def text_jobs(plan: Plan, corpus: Corpus, checkpoint: Path, say) -> tuple[dict, object, object]:
-    """The jobs of the text part for `run_jobs`, the tokenizer and the held-out windows `[N, T]`."""
-    tokenizer = train_tokenizer(corpus.train.values(), plan.vocab_size)
-    train, lost = windows(corpus.train.values(), tokenizer, plan.length)
-    held_out, _ = windows(corpus.held_out.values(), tokenizer, plan.length)
-    say(f"byte-level BPE of {len(tokenizer)}: {train.numel() / 1e6:.1f} M training tokens, {lost} in files too short")
-    train = shuffled(train, plan.text_steps * plan.batch_size, plan.seed)
-    held_out = held_out[:: max(1, len(held_out) // plan.held_out_windows)][: plan.held_out_windows]
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(checkpoint)
-    arguments = (plan, len(tokenizer), train.numpy(), held_out.numpy(), checkpoint)
-    jobs = {"text, TNT": (train_text, True, *arguments), "text, window only": (train_text, False, *arguments)}
-    return jobs, tokenizer, held_out
+    Raises:
+        FileExistsError: something else is there.
+    """
+    ours = ["source", *STUDENTS, TEXTS, *PICTURES]
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"--output {output}: is a file")
+    if output.is_dir() and any(output.iterdir()):
+        try:
+            found = json.loads((output / RESULTS).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found = None
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise FileExistsError(f"--output {output}: holds files that no demo wrote; choose another folder")
+        for path in (output / name for name in ours):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / RESULTS, {"format": FORMAT, "finished": False})
 
 
-def bytes_per_token(tokenizer, rows) -> float:
-    """Of the predicted tokens of `rows` `[N, T]`: a byte-level token has one character per byte."""
-    predicted = rows[:, 1:]
-    return sum(len(t) for row in predicted.tolist() for t in tokenizer.convert_ids_to_tokens(row)) / predicted.numel()
+def write_json(path: Path, content: dict) -> None:
+    """Writes a JSON file in one step."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
-def present(output: Path, results: dict, done: dict) -> tuple[list[str], list[str]]:
-    """Draws every part of `results`. Returns the names of the pictures and the lines to print."""
-    import matplotlib
+@contextmanager
+def ended_by_sigterm():
+    """SIGTERM, like Ctrl-C, raises an exception in here, so that the workers end too."""
 
-    matplotlib.use("Agg")
-    pictures, lines = [], []
-    for part, names, draw, summary in (
-        ("text", ("loss.png", "perplexity.png"), draw_text, text_summary),
-        ("recall", ("recall.png",), draw_recall, recall_summary),
-        ("conversion", ("conversion.png",), draw_conversion, conversion_summary),
-    ):
-        if part in results:
-            draw(output, results, done)
-            pictures += names
-            lines += summary(results)
-    return pictures, lines + closing(results)
+    def stop(number, frame):
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def jobs_of(options: argparse.Namespace, plan: ConversionPlan, corpus: Corpus) -> tuple[dict, dict, float]:
+    """The jobs, what each has to wait for, and the bytes of a held-out token."""
+    from tnt_hf.recipes.demo_students import Student, evaluate_student, train_student
+
+    texts = corpus.held_out if options.corpus else measured_on(corpus.held_out)
+    data = ConversionData.of(plan, corpus, texts)
+    lines = [json.dumps({"text": text}) + "\n" for text in texts.values()]
+    (options.output / TEXTS).write_text("".join(lines), encoding="utf-8")
+    data.tokenizer.save_pretrained(options.output / "source")
+    held_out = data.held_out.numpy()
+    seen = shuffled(data.train, plan.teacher_steps * plan.teacher_batch_size, plan.seed)
+    again = shuffled(data.train, (plan.steps + plan.stage2_steps) * plan.batch_size, plan.seed + 1)
+    name = options.corpus.name if options.corpus else "python-stdlib"
+    given = Student(plan, options.output, name, again.numpy(), held_out, data.text)
+    source = options.output / "source"
+    jobs: dict = {"source": (train_source, plan, len(data.tokenizer), seen.numpy(), held_out, source)}
+    jobs |= {name: (train_student, name, given) for name in options.only}
+    after = dict.fromkeys(options.only, ("source",))
+    if HYBRID in options.only:  # when nothing else runs, as it also measures speed
+        jobs["evaluation"] = (evaluate_student, HYBRID, given, options.output / TEXTS)
+        after["evaluation"] = tuple(options.only)
+    predicted = data.held_out[:, 1:]
+    tokens = (data.tokenizer.convert_ids_to_tokens(row) for row in predicted.tolist())
+    return jobs, after, sum(len(token) for row in tokens for token in row) / predicted.numel()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo. Returns 0, or 1 if a check fails: a checkpoint that is not what was saved, or a conversion."""
+    """Runs the demo. Returns 0; 1 if a check fails; 130 if it was interrupted."""
     start = time.perf_counter()
     options = parse(arguments)
-    share = options.budget / Plan().stage1_steps
-    plan, conversion = Plan(seed=options.seed).scaled(options.budget), ConversionPlan(seed=options.seed).scaled(share)
-    say = lambda text: print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)  # noqa: E731
-    output, parts = options.output, options.only
-    output.mkdir(parents=True, exist_ok=True)
+    plan = ConversionPlan(seed=options.seed).scaled(options.budget / ConversionPlan().teacher_steps)
 
-    corpus, jobs, after = None, {}, {}
-    if parts != ["recall"]:
-        corpus = read_corpus(options.corpus, min_characters=1 if options.corpus else 500_000)
-        found = corpus.describe()
-        say(
-            f"corpus: {found['train_files']} files with {found['train_characters'] / 1e6:.1f} M characters to train"
-            f" on, {found['held_out_files']} files with {found['held_out_characters'] / 1e6:.2f} M held out,"
-            f" {found['files_in_another_encoding']} not in UTF-8, {found['files_left_out_as_unreadable']} unreadable"
-        )
-    if "conversion" in parts:
-        texts = corpus.held_out if options.corpus else measured_on(corpus.held_out)
-        converted = ConversionData.of(conversion, corpus, texts)
-        jobs, after = conversion_jobs(conversion, converted, output / "conversion")
-    if "text" in parts:
-        more, tokenizer, held_out = text_jobs(plan, corpus, output / "checkpoint", say)
-        jobs |= more
-    if "recall" in parts:
-        jobs |= {"recall, TNT": (train_recall, True, plan), "recall, window only": (train_recall, False, plan)}
-    say(f"{len(jobs)} trainings, {options.workers} at a time: {'; '.join(jobs)}")
-    done = run_jobs(jobs, options.workers, after)
-    say("trained")
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
 
+    corpus = read_corpus(options.corpus, min_characters=1 if options.corpus else 500_000)
+    found = corpus.describe()
+    say(
+        f"corpus: {found['train_files']} files with {found['train_characters'] / 1e6:.1f} M characters to train on,"
+        f" {found['held_out_files']} files with {found['held_out_characters'] / 1e6:.2f} M held out"
+    )
+    claim(options.output)
+    try:
+        with ended_by_sigterm():
+            jobs, after, bytes_per_token = jobs_of(options, plan, corpus)
+            done = run_jobs(jobs, options.workers, after, say)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+    except FloatingPointError as error:
+        say(f"stopped: {error}")
+        return 1
     results = {
+        "format": FORMAT,
+        "finished": True,
         "command": " ".join(
             ["tnt demo", f"--budget {options.budget}", f"--seed {options.seed}", f"--workers {options.workers}"]
-            + [f"--only {part}" for part in parts if parts != list(PARTS)]
+            + [f"--only {name}" for name in options.only if options.only != list(STUDENTS)]
+            + ([f"--corpus {options.corpus.name}"] if options.corpus else [])
         ),
         "environment": environment(),
-        "plan": asdict(plan),
-        "corpus": corpus and corpus.describe(),
-        "checks": {},
+        "plan": asdict(plan) | {"steps": plan.steps, "stage2_steps": plan.stage2_steps},
+        "corpus": found,
+        **conversion_results(done, bytes_per_token),
+        "seconds": time.perf_counter() - start,
     }
-    if "text" in parts:
-        checks, sample = reload(output / "checkpoint", tokenizer, held_out, done["text, TNT"].pop("probe"), plan.seed)
-        results |= text_results(done, plan, bytes_per_token(tokenizer, held_out)) | {"sample": sample}
-        results["checks"] |= checks
-    if "recall" in parts:
-        results |= recall_results(done)
-    if "conversion" in parts:
-        per_token = bytes_per_token(converted.tokenizer, converted.held_out)
-        results["conversion"] = conversion_result(done, conversion, per_token)
-    results["jobs"] = {name: job_facts(job) for name, job in done.items()}
-    results["seconds"] = time.perf_counter() - start
-    write_results(output, results)
-    pictures, lines = present(output, results, done)
-    print("\n".join(lines), flush=True)
-    say(f"results.json, {', '.join(pictures)} and the trained models are in {output}")
-    checks = {**results["checks"], **results.get("conversion", {}).get("checks", {})}
-    return 0 if all(checks.values()) else 1
+    write_json(options.output / RESULTS, results)
+    pictures = draw(options.output, results, done)
+    print("\n".join(summary(results)), flush=True)
+    say(f"{RESULTS}, {', '.join(pictures)} and every model are in {options.output}")
+    if HYBRID in done:
+        hybrid = options.output / HYBRID
+        print(
+            "\nThe hybrid is an ordinary checkpoint, with its model card and tnt eval's report beside it. Try:\n"
+            f"  tnt generate {hybrid} --prompt 'class Reader:' --temperature 0.7\n"
+            f"  tnt push {hybrid} YOU/tnt-demo --dry-run\n"
+            f'  python -c "import tnt_hf; from transformers import AutoModelForCausalLM as A;'
+            f" print(A.from_pretrained('{hybrid}'))\""
+        )
+    return 0 if all(results["checks"].values()) else 1

@@ -1,20 +1,29 @@
-"""What the conversion part of the demo shows: shares of the lost quality that came back, a plot and a table.
+"""What came out of the demo: the share of the lost quality that came back, plots and a table.
 
 Axis legend: N windows   T tokens of a window
 """
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from tnt_hf.recipes.demo_conversion import CONTROLS, HYBRIDS, ConversionPlan
-from tnt_hf.recipes.demo_report import finish, table, text_result
+from tnt_hf.recipes.demo_conversion import STUDENTS
+from tnt_hf.recipes.demo_report import difference, finish, table, text_result
 
 
-POSITIONS = ((1, 32), (32, 128), (128, 256), (256, None))  # of the predicted token in its window: [from, to)
-SOURCE, WINDOW = "source", "window only"
+SOURCE, WINDOW, STAGE2 = "source", "window", "hybrid, stage 2"
+# What was measured, by its name in results.json, in the order of the table.
+LABELS = {
+    SOURCE: "Llama, full attention",
+    WINDOW: "window of {window}, untrained",
+    "lora": "window, LoRA",
+    "hybrid": "window, LoRA and memory",
+    STAGE2: "window, LoRA and memory, stage 2",
+    "full-layer": "one full layer, untrained",
+    "lora-full-layer": "one full layer, LoRA",
+    "hybrid-full-layer": "one full layer, LoRA and memory",
+}
 
 
 def recovered(losses: np.ndarray, source: np.ndarray, window: np.ndarray, samples: int = 1000) -> dict:
@@ -47,80 +56,160 @@ def recovered(losses: np.ndarray, source: np.ndarray, window: np.ndarray, sample
 
 
 def all_losses(done: dict) -> dict[str, np.ndarray]:
-    """Held-out losses `[N, T - 1]` of everything that was measured, by the name it has in the table."""
-    students = {name: done[f"conversion, {name}"]["held_out"] for name in (*CONTROLS, *HYBRIDS)}
-    losses = {SOURCE: done["conversion, source"]["held_out"], WINDOW: students["window + LoRA"]["converted"]}
-    losses["one full layer"] = students["one full layer + LoRA"]["converted"]
-    return losses | {name: x["trained"] for name, x in students.items()}
+    """Held-out losses `[N, T - 1]` of everything that was measured, in the order of `LABELS`."""
+    found = {SOURCE: done[SOURCE]["held_out"]}
+    for name in STUDENTS:
+        if name in done:
+            measured = done[name]["held_out"]
+            found["full-layer" if name.endswith("full-layer") else WINDOW] = measured["converted"]
+            found[name] = measured["trained"]
+            if "stage 2" in measured:
+                found[STAGE2] = measured["stage 2"]
+    return {name: found[name] for name in LABELS if name in found}
 
 
-def conversion_result(done: dict, plan: ConversionPlan, bytes_per_token: float) -> dict:
-    """The dictionary that goes into results.json under "conversion"."""
+def conversion_results(done: dict, bytes_per_token: float) -> dict:
+    """What the jobs `done` found, for results.json."""
     losses = all_losses(done)
-    jobs = {name.removeprefix("conversion, "): job for name, job in done.items() if name.startswith("conversion, ")}
-    checks = {f"{check}: {name}": held for name, job in jobs.items() for check, held in job.get("checks", {}).items()}
-    types = jobs["hybrid, one full layer"]["config"]["layer_types"]
-    return {
-        "plan": asdict(plan) | {"steps": plan.steps},
-        "text": {name: text_result(x, bytes_per_token, POSITIONS) for name, x in losses.items()},
-        "recovered": {
-            name: recovered(x, losses[SOURCE], losses[WINDOW])
-            for name, x in losses.items()
-            if name not in (SOURCE, WINDOW)
+    students = {name: done[name] for name in STUDENTS if name in done}
+    window = losses.get(WINDOW)
+    trained = {name: x for name, x in losses.items() if name not in (SOURCE, WINDOW)}
+    results = {
+        "text": {name: text_result(x, bytes_per_token) for name, x in losses.items()},
+        "recovered": {} if window is None else {n: recovered(x, losses[SOURCE], window) for n, x in trained.items()},
+        "window_costs": next(job["window_costs"] for job in students.values()),
+        "full_attention_layers": {name: job["full_attention_layers"] for name, job in students.items()},
+        "verification": {name: job["verification"] for name, job in students.items()},
+        "checks": {
+            f"{name}: {what}": held for name, job in done.items() for what, held in job.get("checks", {}).items()
         },
-        "full_attention_layers": [i for i, kind in enumerate(types) if "sliding" not in kind],
-        "checks": checks,
-        "verification": {name: jobs[name]["verification"] for name in (*CONTROLS, *HYBRIDS)},
+        "jobs": {name: job_facts(job) for name, job in done.items()},
     }
+    if STAGE2 in losses:
+        results["stage2_difference"] = difference(losses[STAGE2], losses["hybrid"])
+    for key in ("evaluation", "sample"):
+        if "evaluation" in done:
+            results[key] = done["evaluation"][key]
+    return results
 
 
-def draw_conversion(output: Path, results: dict, done: dict) -> None:
-    """Writes conversion.png: held-out perplexity by position in the window of text, one line per model."""
+def job_facts(job: dict) -> dict:
+    """Sizes, tokens, seconds and configuration of a job."""
+    keys = ("parameters", "trained_parameters", "stage2_parameters", "train_tokens", "seconds", "config")
+    return {key: job[key] for key in keys if key in job}
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def draw(output: Path, results: dict, done: dict) -> list[str]:
+    """Draws conversion.png, held-out perplexity by position, and loss.png, the trainings. Returns their names."""
+    import matplotlib
+
+    matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    result = results["conversion"]
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
-    size = 32
+    size, plan = 32, results["plan"]
     for name, losses in all_losses(done).items():
         starts = range(0, losses.shape[1], size)
         means = [math.exp(losses[:, i : i + size].mean()) for i in starts]
-        style = {SOURCE: "k-", WINDOW: "k:"}.get(name, "--" if name in CONTROLS else "-")
-        label = f"{name}: {result['text'][name]['perplexity']:.2f} overall"
+        style = {SOURCE: "k-", WINDOW: "k:"}.get(name, "-" if "hybrid" in name else "--")
+        label = f"{LABELS[name].format(**plan)}: {results['text'][name]['perplexity']:.2f}"
         axes.plot([i + 1 + size / 2 for i in starts], means, style, marker=".", label=label)
-    axes.axvline(result["plan"]["window"], color="grey", linestyle=":", label="attention window")
+    axes.axvline(plan["window"], color="grey", linestyle=":", label="attention window")
     axes.set(
         xlabel="position in the window of text (tokens)",
         ylabel="held-out perplexity",
-        title=f"A Llama, converted to a window of {result['plan']['window']} tokens with memory",
+        title=f"A Llama, converted to a window of {plan['window']} tokens",
     )
     finish(figure, axes, output / "conversion.png")
 
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    for name, job in done.items():
+        if "losses" in job:
+            axes = left if name == SOURCE else right
+            losses = np.array(job["losses"])
+            width = max(1, len(losses) // 20)
+            smooth = np.convolve(losses, np.ones(width) / width, "valid")
+            tokens = (np.arange(len(smooth)) + width) * job["train_tokens"] / len(losses) / 1e3
+            axes.plot(tokens, smooth, label=f"{LABELS[name].format(**plan)} (mean of {width} steps)")
+    left.set(title="The Llama", ylabel="training loss (nats per token)", xlabel="training tokens (thousands)")
+    right.set(title="Distillation", ylabel="KL from the Llama (nats per token)", xlabel="training tokens (thousands)")
+    left.legend(fontsize="small")
+    finish(figure, right, output / "loss.png")
+    return ["conversion.png", "loss.png"]
 
-def conversion_summary(results: dict) -> list[str]:
-    """The table of the conversion part."""
-    result = results["conversion"]
-    text, plan = result["text"], result["plan"]
-    jobs = {name.removeprefix("conversion, "): job for name, job in results["jobs"].items()}
+
+# --------------------------------------------------------------------------------------------------------------- text
+
+
+def summary(results: dict) -> list[str]:
+    """The lines that end the demo; every number is one of results.json."""
+    text, plan, jobs = results["text"], results["plan"], results["jobs"]
     ranges = list(text[SOURCE]["perplexity_by_position"])
     rows = [["", "perplexity", *(f"tokens {name}" for name in ranges), "recovered", "trained", "parameters"]]
     for name, row in text.items():
-        share = result["recovered"].get(name)
-        job = jobs.get(name, {})
+        share, job = results["recovered"].get(name), jobs.get(name, {})
         back = "" if share is None else f"{share['perplexity']:.1%} ± {share['perplexity_standard_error']:.1%}"
         if name == WINDOW:
             back = "0%"
-        rows.append([name, row["perplexity"], *row["perplexity_by_position"].values(), back])
+        rows.append([LABELS[name].format(**plan), row["perplexity"], *row["perplexity_by_position"].values(), back])
+        if name == STAGE2:
+            job = {
+                "trained_parameters": jobs["hybrid"]["stage2_parameters"],
+                "parameters": jobs["hybrid"]["parameters"],
+            }
         rows[-1] += [job.get("trained_parameters", "all" if name == SOURCE else ""), job.get("parameters", "")]
-    tokens = {name: jobs[name]["train_tokens"] for name in (SOURCE, "hybrid")}
-    passed = sum(map(bool, result["checks"].values()))
+    student = next(name for name in STUDENTS if name in jobs)
     lines = [
         "",
-        f"Conversion: a Llama trained on {tokens[SOURCE]:,} tokens, attention narrowed to {plan['window']}, distilled"
-        f" on {tokens['hybrid']:,}. Held-out perplexity",
+        f"A Llama trained on {jobs[SOURCE]['train_tokens']:,} tokens, converted to a window of {plan['window']} and"
+        f" distilled on {jobs[student]['train_tokens']:,}. Held-out perplexity, at all tokens and by position:",
         *table(rows),
-        "recovered: share of the perplexity that the window cost. Full attention was kept in layer"
-        f" {', '.join(map(str, result['full_attention_layers']))}, where the window's error is largest.",
-        *(f"verification of {name}: {report['verdict']}" for name, report in result["verification"].items()),
-        f"verified, reloaded and equal: {passed} of {len(result['checks'])} checks",
+        "recovered: share of the perplexity that the window cost; trained: parameters that learnt",
     ]
-    return lines
+    if layers := next((layers for layers in results["full_attention_layers"].values() if layers), None):
+        lines.append(
+            f"one full layer: layer {layers[0]} keeps full attention; a window in it alone costs"
+            f" {results['window_costs'][layers[0]]:.4f} nats per token, more than in any other"
+        )
+    if (gap := results.get("stage2_difference")) is not None:
+        far = abs(gap["mean"]) > 2 * gap["standard_error"]
+        verdict = ("better" if gap["mean"] < 0 else "worse") if far else "no more than chance"
+        lines.append(
+            f"stage 2, the local memory alone at chunk size 1, changed the loss by {gap['mean']:+.4f} ±"
+            f" {gap['standard_error']:.4f} nats per token: {verdict}"
+        )
+    lines += evaluation_lines(results) + [""]
+    if "sample" in results:
+        lines += ["Written by the hybrid:", *("    " + line for line in results["sample"].splitlines()), ""]
+    failed = [name for name, held in results["checks"].items() if not held]
+    lines.append(f"checks: {len(results['checks']) - len(failed)} of {len(results['checks'])} hold")
+    lines += [f"FAILED: {name}" for name in failed]
+    seconds = (f"{name} {sum(job['seconds'].values()):.0f}" for name, job in jobs.items())
+    return [*lines, f"seconds: {results['seconds']:.0f} in all; {', '.join(seconds)}"]
+
+
+def evaluation_lines(results: dict) -> list[str]:
+    """What `tnt eval` found of the hybrid: its branches, and what a context costs."""
+    found = results.get("evaluation")
+    if found is None:
+        return []
+    ablations = [["", "perplexity"], *([name, row["perplexity"]] for name, row in found["ablations"].items())]
+    cost = [
+        ["context in tokens", "memory state, bytes", "keys and values, bytes", "tokens read per second", "written"]
+    ]
+    for row in found["cost"]:
+        speeds = (f"{row[f'{what}_tokens_per_second']:,.0f}" for what in ("prefill", "decode"))
+        cost.append([f"{row['context']:,}", row["state_bytes"], row["kv_bytes"], *speeds])
+    overall = found["perplexity"]
+    error = overall["standard_error"]  # none of one document
+    spread = "" if error is None else f" ± {error:.3f}"
+    return [
+        "",
+        f"tnt eval of the hybrid: perplexity {overall['overall']:.3f}{spread} over {overall['documents']} documents,"
+        " and with a branch switched off",
+        *table(ablations),
+        *table(cost),
+    ]

@@ -1,7 +1,12 @@
 """The demo: its data are what they claim, the twins start equal, and a run of a few steps keeps every promise."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import sysconfig
+import time
 from pathlib import Path
 from shutil import copytree
 
@@ -10,18 +15,23 @@ import torch
 
 from tnt_hf.recipes import demo
 from tnt_hf.recipes.data import IGNORED, Recall, is_held_out, read_corpus, train_tokenizer, windows
-from tnt_hf.recipes.demo_jobs import Plan, build, recall_config, text_config
+from tnt_hf.recipes.demo_conversion import STUDENTS
+from tnt_hf.recipes.demo_conversion_report import LABELS
+from tnt_hf.recipes.demo_jobs import run_jobs, shuffled
 
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
-HELD_OUT, TRAIN = "traceback.py", ("argparse.py", "ast.py", "dataclasses.py", "tarfile.py")  # by the hash of the name
+HELD_OUT, TRAIN = (
+    ("sched.py", "traceback.py"),
+    ("argparse.py", "ast.py", "dataclasses.py", "tarfile.py"),
+)  # by the hash of the name
 
 
 @pytest.fixture
 def sources(tmp_path):
     folder = tmp_path / "sources"
     folder.mkdir()
-    for name in (HELD_OUT, *TRAIN):
+    for name in (*HELD_OUT, *TRAIN):
         (folder / name).write_bytes((STDLIB / name).read_bytes())
     return folder
 
@@ -44,7 +54,7 @@ def test_corpus_is_split_by_name_and_reports_what_it_could_not_read(sources):
         (sources / folder / "module.py").write_text("left = 'out'\n")
 
     corpus = read_corpus(sources)
-    assert list(corpus.held_out) == [HELD_OUT]
+    assert sorted(corpus.held_out) == sorted(HELD_OUT)
     assert set(corpus.train) == {*TRAIN, "latin.py"} and list(corpus.train) == sorted(corpus.train)
     assert corpus.train["latin.py"].endswith("name = 'föö'\n")
     assert corpus.other_encoding == ["latin.py"] and corpus.unreadable == ["broken.py", "unknown.py"]
@@ -98,8 +108,8 @@ def test_windows_hold_every_token_of_a_file_and_of_one_file_only(tokenizer):
 
 def test_training_order_is_fixed_and_uses_every_window_before_any_comes_again():
     rows = torch.arange(10)[:, None]
-    picked = demo.shuffled(rows, 25, seed=3)
-    assert torch.equal(picked, demo.shuffled(rows, 25, seed=3)) and not torch.equal(picked, demo.shuffled(rows, 25, 4))
+    picked = shuffled(rows, 25, seed=3)
+    assert torch.equal(picked, shuffled(rows, 25, seed=3)) and not torch.equal(picked, shuffled(rows, 25, 4))
     assert sorted(picked[:10, 0].tolist()) == sorted(picked[10:20, 0].tolist()) == list(range(10))
 
 
@@ -127,28 +137,7 @@ def test_impossible_recall_samples_are_refused(length, pairs):
         Recall().samples(1, length, pairs, 0)
 
 
-# --- models ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("config_of", [text_config, recall_config])
-def test_twins_start_from_the_same_backbone(config_of):
-    tnt, twin = (build(config_of, Plan(), 300, memory) for memory in (True, False))
-    states = tnt.state_dict(), twin.state_dict()
-    extra = states[0].keys() - states[1].keys()
-    assert extra and all(".memory." in name for name in extra) and states[1].keys() <= states[0].keys()
-    assert all(torch.equal(x, states[0][name]) for name, x in states[1].items())
-    assert tnt.config.sliding_window == twin.config.sliding_window and not twin.config.memory_layer_indices
-
-
-def test_a_plan_scales_with_its_budget():
-    plan = Plan()
-    assert plan.scaled(plan.stage1_steps) == plan
-    half = plan.scaled(plan.stage1_steps // 2)
-    assert half.text_steps == pytest.approx(plan.text_steps / 2, abs=1) and half.length == plan.length
-    assert 0.05 <= plan.stage2_steps / plan.stage1_steps <= 0.1
-
-
-# --- the whole thing ------------------------------------------------------------------------------------------------
+# --- jobs -----------------------------------------------------------------------------------------------------------
 
 
 def test_jobs_wait_for_what_they_need_and_failures_surface(tmp_path):
@@ -156,21 +145,58 @@ def test_jobs_wait_for_what_they_need_and_failures_surface(tmp_path):
     first.mkdir()
     # A job is any importable function; the queue of reports, its last argument, is a true `symlinks` here.
     jobs = {"c": (copytree, second, third), "b": (copytree, first, second)}
-    assert demo.run_jobs(jobs, 2, {"c": "b"}) == {"c": third, "b": second}
+    assert run_jobs(jobs, 2, {"c": ("b",)}) == {"c": third, "b": second}
     with pytest.raises(FileNotFoundError, match="missing"):
-        demo.run_jobs({"a": (copytree, missing, third), "b": (copytree, first, second)}, 1, {"b": "a"})
+        run_jobs({"a": (copytree, missing, third), "b": (copytree, first, second)}, 1, {"b": ("a",)})
 
 
-@pytest.mark.slow
-def test_a_short_run_of_the_conversion_part(sources, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(x, marks=pytest.mark.slow) for x in (signal.SIGINT, signal.SIGKILL))],
+    ids=lambda number: number.name,
+)
+def test_whatever_ends_the_demo_ends_its_workers(number, sources, tmp_path):
     output = tmp_path / "out"
-    arguments = ["--only", "conversion", "--budget", "4", "--corpus", str(sources), "--output", str(output)]
-    assert demo.main(arguments) == 0
-    assert {path.name for path in output.iterdir()} == {"results.json", "conversion.png", "conversion"}
-    results = json.loads((output / "results.json").read_text())["conversion"]
-    assert all(results["checks"].values()) and results["recovered"].keys() >= {"hybrid", "window + LoRA"}
-    assert (output / "conversion" / "hybrid" / "config.json").exists()
-    assert "recovered" in capsys.readouterr().out
+    command = [sys.executable, "-m", "tnt_hf.cli", "demo", "--budget", "10000", "--workers", "1"]
+    demo = subprocess.Popen(
+        [*command, "--corpus", sources, "--output", output], stderr=subprocess.PIPE, start_new_session=True, text=True
+    )
+    try:
+        assert any("source, train" in line for line in demo.stderr)  # a worker is at work
+        workers = descendants(demo.pid)
+        assert workers
+        demo.send_signal(number)
+        assert demo.wait(30) == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
+        end = time.monotonic() + 10  # Python's own resource tracker follows a moment later
+        while any(map(is_running, workers)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not [pid for pid in workers if is_running(pid)]
+    finally:
+        demo.kill()
+        demo.stderr.close()
+    assert json.loads((output / "results.json").read_text()) == {"format": "tnt-demo-1", "finished": False}
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found += [int(stat.parent.name), *descendants(int(stat.parent.name))]
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# --- the whole thing ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", ["--budget=0", "--workers=0"])
@@ -180,25 +206,97 @@ def test_options_are_checked_before_any_work(wrong, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_short_run_trains_saves_reloads_and_reports(sources, tmp_path, capsys):
-    output = tmp_path / "out"
-    arguments = ["--budget", "2", "--workers", "1", "--corpus", str(sources), "--output", str(output)]
-    assert demo.main([*arguments, "--only", "recall", "--only", "text"]) == 0
-    names = {path.name for path in output.iterdir()}
-    assert names == {"results.json", "loss.png", "perplexity.png", "recall.png", "checkpoint"}
+def test_files_of_something_else_stay(tmp_path):
+    kept = tmp_path / "source" / "model.safetensors"
+    kept.parent.mkdir()
+    kept.write_text("somebody's")
+    with pytest.raises(FileExistsError, match=f"--output {tmp_path}"):
+        demo.main(["--output", str(tmp_path)])
+    assert kept.read_text() == "somebody's"
 
-    results = json.loads((output / "results.json").read_text())
-    assert all(results["checks"].values()) and len(results["checks"]) == 3
-    assert results["environment"]["packages"]["torch"] and results["command"].startswith("tnt demo --budget 2")
-    assert results["command"].endswith("--workers 1 --only text --only recall") and "conversion" not in results
-    text = results["text"]
-    assert text.keys() == {"stage 1", "stage 1 at C_L = 1", "stage 2", "window only"}
-    assert text["stage 2"]["train_tokens"] == text["window only"]["train_tokens"] == 3 * 2 * 512
+
+def test_an_earlier_demo_is_replaced_and_nothing_else(tmp_path):
+    (tmp_path / "results.json").write_text('{"format": "tnt-demo-1", "finished": false}')
+    (tmp_path / "notes.txt").write_text("somebody's")
+    (tmp_path / "hybrid").mkdir()
+    (tmp_path / "hybrid" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="found 0 characters"):
+        demo.main(["--output", str(tmp_path), "--corpus", str(tmp_path / "missing")])
+    assert (tmp_path / "hybrid" / "config.json").exists()
+    demo.claim(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "results.json"]
+
+
+def check_the_whole_story_is_told_and_every_check_holds(output, results, printed):
+    assert {path.name for path in output.iterdir()} == {
+        "source", *STUDENTS, "results.json", "held_out.jsonl", "conversion.png", "loss.png",
+    }  # fmt: skip
+    assert results["finished"] and results["checks"] and all(results["checks"].values())
+    assert {name.split(": ")[0] for name in results["checks"]} == {*STUDENTS, "evaluation"}
+    assert all(report["passed"] for report in results["verification"].values())
+    assert results["text"].keys() == LABELS.keys() == results["recovered"].keys() | {"source", "window"}
+    assert results["command"] == "tnt demo --budget 5 --seed 0 --workers 2 --corpus sources"
+    costs = results["window_costs"]
+    assert len(costs) == 4 and all(f"layer {layer}  {cost:.4f}" in printed for layer, cost in enumerate(costs))
+    for name, layers in results["full_attention_layers"].items():
+        assert layers == ([costs.index(max(costs))] if name.endswith("full-layer") else [])
+    for expected in ("7 of 7 hold", "held-out perplexity", "tnt generate", "tnt push", "Written by the hybrid"):
+        assert expected in printed, expected
+
+
+def check_students_differ_in_their_memory_alone(output, results, printed):
     jobs = results["jobs"]
-    saved = json.loads((output / "checkpoint" / "config.json").read_text())
-    assert saved["local_chunk_sizes"] == [1] and saved["use_cache"]
-    assert 0 < jobs["text, TNT"]["stage2_parameters"] < jobs["text, TNT"]["parameters"]
-    assert results["recall"].keys() == {"TNT", "window only"}
-    printed = capsys.readouterr().out
-    for expected in ("TNT stage 2", "window only", "accuracy by distance", "Written by the stage-2 model", "reloaded"):
-        assert expected in printed
+    assert len({jobs[name]["train_tokens"] for name in STUDENTS}) == 1
+    assert jobs["lora"]["parameters"] == jobs["lora-full-layer"]["parameters"] == jobs["source"]["parameters"]
+    for hybrid, control in (("hybrid", "lora"), ("hybrid-full-layer", "lora-full-layer")):
+        more = jobs[hybrid]["parameters"] - jobs[control]["parameters"]
+        assert more == jobs[hybrid]["trained_parameters"] - jobs[control]["trained_parameters"] > 0
+
+
+def check_every_number_in_the_printed_table_is_one_of_the_results(output, results, printed):
+    for name, label in LABELS.items():
+        line = next(line for line in printed.splitlines() if line.startswith(label.format(**results["plan"]) + "  "))
+        row, share, job = results["text"][name], results["recovered"].get(name), results["jobs"].get(name, {})
+        expected = [f"{x:.3f}" for x in (row["perplexity"], *row["perplexity_by_position"].values())]
+        if share is not None:
+            expected += [f"{share['perplexity']:.1%}", "±", f"{share['perplexity_standard_error']:.1%}"]
+        expected += ["0%"] if name == "window" else []
+        expected += ["all"] if name == "source" else []
+        if name == "hybrid, stage 2":
+            hybrid = results["jobs"]["hybrid"]
+            job = {"trained_parameters": hybrid["stage2_parameters"], "parameters": hybrid["parameters"]}
+        expected += [f"{job[key]:,}" for key in ("trained_parameters", "parameters") if key in job]
+        assert line.removeprefix(label.format(**results["plan"])).split() == expected
+
+
+def check_the_hybrid_is_a_folder_to_push_and_to_load(output, results, printed):
+    hybrid = output / "hybrid"
+    card = (hybrid / "README.md").read_text()
+    first, second = (json.loads((x / "training.json").read_text()) for x in (hybrid / "distilled", hybrid))
+    assert [first["mode"], second["mode"]] == ["distill", "stage2"]
+    assert [first["steps"], second["steps"]] == [results["plan"][key] for key in ("steps", "stage2_steps")]
+    assert first["tokens_trained"] == results["jobs"]["hybrid"]["train_tokens"]
+    assert second["data"]["tokens_of_distillation_before"] == first["tokens_trained"]
+    assert second["trained_parameters"] == results["jobs"]["hybrid"]["stage2_parameters"]
+    assert json.loads((hybrid / "config.json").read_text())["local_chunk_sizes"] == [1]
+    assert results["evaluation"] == json.loads((hybrid / "evaluation" / "evaluation.json").read_text())
+    assert f"{results['evaluation']['perplexity']['overall']:.1f}" in card and str(output.parent) not in card
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM as A, AutoTokenizer as T; path = sys.argv[1];"
+        "model, tokenizer = A.from_pretrained(path, trust_remote_code=True), T.from_pretrained(path);"
+        "model.generate(**tokenizer('class', return_tensors='pt', return_token_type_ids=False), max_new_tokens=2);"
+        "assert 'tnt_hf' not in sys.modules"
+    )
+    environment = os.environ | {"HF_MODULES_CACHE": str(output / "modules"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", code, hybrid], check=True, env=environment)
+
+
+def test_the_whole_demo_at_a_tiny_budget(sources, tmp_path, capsys):
+    output = tmp_path / "out"
+    arguments = ["--budget", "5", "--workers", "2", "--corpus", str(sources), "--output", str(output)]
+    assert demo.main(arguments) == 0
+    told = output, json.loads((output / "results.json").read_text()), capsys.readouterr().out
+    check_the_whole_story_is_told_and_every_check_holds(*told)
+    check_students_differ_in_their_memory_alone(*told)
+    check_every_number_in_the_printed_table_is_one_of_the_results(*told)
+    check_the_hybrid_is_a_folder_to_push_and_to_load(*told)

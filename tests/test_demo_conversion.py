@@ -1,7 +1,4 @@
-"""The conversion part of the demo: its loss, its parameters, its attention, its shares, a tiny run of its jobs."""
-
-import json
-import queue
+"""The demo's parts: attention in blocks, distillation, shares of what was lost, how much text everything sees."""
 
 import numpy as np
 import pytest
@@ -11,28 +8,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.recipes import blocked_attention
-from tnt_hf.recipes.data import IGNORED, Corpus
-from tnt_hf.recipes.demo_conversion import (
-    ConversionData,
-    ConversionPlan,
-    conversion_jobs,
-    measured_on,
-)
-from tnt_hf.recipes.demo_conversion_report import (
-    conversion_result,
-    conversion_summary,
-    draw_conversion,
-    recovered,
-)
-from tnt_hf.recipes.demo_report import job_facts
+from tnt_hf.recipes.demo_conversion import ConversionPlan, measured_on
+from tnt_hf.recipes.demo_conversion_report import recovered
 from tnt_hf.recipes.distillation import (
     RATES,
     DistillationTrainer,
     distil,
-    distillation_loss,
-    parameter_groups,
     with_lora,
 )
+from tnt_hf.recipes.optimization import parameter_groups
 
 
 BACKBONE = {
@@ -112,24 +96,6 @@ def test_attention_in_blocks_refuses_what_it_would_ignore():
 # --- distillation ---------------------------------------------------------------------------------------------------
 
 
-def test_loss_is_the_kl_divergence_of_the_scored_predictions():
-    generator = torch.Generator().manual_seed(0)
-    mine, wanted = (torch.randn(2, 5, 7, generator=generator, dtype=torch.float32) for _ in range(2))
-    labels = torch.zeros(2, 5, dtype=torch.long)
-    labels[0, 3:] = IGNORED
-    labels[1, 0] = IGNORED  # predicted by nobody
-    total, count = 0.0, 0
-    for b in range(2):
-        for t in range(4):
-            if labels[b, t + 1] != IGNORED:
-                p, q = wanted[b, t].softmax(-1), mine[b, t].softmax(-1)
-                total, count = total + float((p * (p / q).log()).sum()), count + 1
-    assert count == 6
-    assert float(distillation_loss(mine, wanted, labels)) == pytest.approx(total / count, rel=1e-5)  # float32
-    assert float(distillation_loss(mine, wanted, labels, 24)) == pytest.approx(total / 24, rel=1e-5)
-    assert float(distillation_loss(wanted, wanted, labels)) == 0
-
-
 @pytest.mark.parametrize(("memory_layers", "with_memory"), [(None, {0, 1}), ([1], {1}), ([], set())])
 def test_lora_and_memory_are_all_that_learns(memory_layers, with_memory):
     model = with_lora(student(memory_layers), rank=3)
@@ -138,17 +104,12 @@ def test_lora_and_memory_are_all_that_learns(memory_layers, with_memory):
     assert all(".self_attn." in name for name in lora) and len(lora) == 2 * 4 * 2
     layers = {int(name.split(".layers.")[1][0]) for name in set(names) - lora}
     assert layers == with_memory and all(".memory." in name for name in set(names) - lora)
-    kinds = {group["kind"]: group["lr"] for group in parameter_groups(model, RATES)}
-    assert kinds == {kind: RATES[kind] for kind in (RATES if with_memory else ("lora",))}
-    counted = sum(p.numel() for group in parameter_groups(model, RATES) for p in group["params"])
+    groups = parameter_groups(model, rates=RATES)
+    assert {group["kind"]: group["lr"] for group in groups} == {
+        kind: RATES[kind] for kind in (RATES if with_memory else ("lora",))
+    }
+    counted = sum(p.numel() for group in groups for p in group["params"])
     assert counted == model.get_nb_trainable_parameters()[0]
-
-
-def test_a_parameter_without_a_rate_is_an_error():
-    with pytest.raises(ValueError, match="embed_tokens"):
-        parameter_groups(student(), RATES)
-    with pytest.raises(ValueError, match="kind is 'gate'"):
-        parameter_groups(with_lora(student()), {kind: 1e-3 for kind in RATES if kind != "gate"})
 
 
 def trained(batch_size: int, **changes):
@@ -224,47 +185,3 @@ def test_results_are_measured_on_files_no_setting_was_chosen_on():
     texts = {f"package/module_{i}.py": "" for i in range(400)}
     half = measured_on(texts)
     assert 150 < len(half) < 250 and measured_on(half) == half and list(half) == [n for n in texts if n in half]
-
-
-# --- the jobs -------------------------------------------------------------------------------------------------------
-
-
-def test_jobs_train_convert_verify_distil_and_reload(tmp_path):
-    text = {f"{i}.py": "\n".join(f"value_{i}_{j} = call({j * j}, name)" for j in range(60)) for i in range(4)}
-    corpus = Corpus(train=text, held_out={"held.py": text["1.py"].replace("call", "other")})
-    plan = ConversionPlan(
-        vocab_size=300,
-        length=96,
-        teacher_steps=4,
-        teacher_batch_size=4,
-        share=0.5,
-        held_out_windows=4,
-        probe_characters=2000,
-        verify_characters=400,
-    )
-    data = ConversionData.of(plan, corpus, corpus.held_out)
-    jobs, after = conversion_jobs(plan, data, tmp_path)
-    assert set(after.values()) == {"conversion, source"} and set(jobs) - set(after) == {"conversion, source"}
-    reports = queue.SimpleQueue()
-    done = {name: function(*arguments, reports) for name, (function, *arguments) in jobs.items()}
-    assert not reports.empty()
-
-    result = conversion_result(done, plan, bytes_per_token=2.0)
-    assert len(result["checks"]) == 3 * 4 and all(result["checks"].values())
-    source, window = (done["conversion, source"]["held_out"], done["conversion, window + LoRA"]["held_out"])
-    assert np.allclose(source[:, : plan.window - 1], window["converted"][:, : plan.window - 1], atol=1e-5)  # float32
-    assert not np.allclose(source, window["converted"], atol=1e-3)
-    for hybrid, control in (("hybrid", "window + LoRA"), ("hybrid, one full layer", "one full layer + LoRA")):
-        both = [done[f"conversion, {name}"] for name in (hybrid, control)]
-        assert np.allclose(both[0]["held_out"]["converted"], both[1]["held_out"]["converted"], atol=1e-5)
-        assert both[0]["train_tokens"] == both[1]["train_tokens"] == 4 * 2 * 96
-        assert both[0]["parameters"] > both[1]["parameters"] == done["conversion, source"]["parameters"]
-        assert len(both[0]["losses"]) == plan.steps and both[0]["trained_parameters"] > both[1]["trained_parameters"]
-    assert result["recovered"].keys() == result["text"].keys() - {"source", "window only"}
-    assert len(result["full_attention_layers"]) == 1
-
-    facts = {name: job_facts(job) for name, job in done.items()}
-    lines = conversion_summary({"conversion": result, "jobs": facts})
-    assert json.loads(json.dumps([result, facts])) and any("12 of 12" in line for line in lines)
-    draw_conversion(tmp_path, {"conversion": result}, done)
-    assert (tmp_path / "conversion.png").stat().st_size > 10_000
