@@ -28,7 +28,7 @@ export TOKENIZERS_PARALLELISM ?= false
 help:
 	@echo "make test      format and lint checks and the default test suite"
 	@echo "make test-all  the same plus the tests marked slow"
-	@echo "make demo      train a small TNT on real text, both stages; train, convert, verify and distil a Llama"
+	@echo "make demo      train a Llama on real text, convert, verify, distil, refine and evaluate it; plots"
 	@echo "make bench     measure speed and memory; JSON files go to $(BENCH_OUT)"
 	@echo "make lint      ruff check and ruff format --check"
 	@echo "make format    apply ruff's fixes and formatting"
