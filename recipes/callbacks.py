@@ -151,7 +151,7 @@ class ChunkSizeSchedule(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Try all sizes, then set those of the first, or a resumed, step."""
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if not hasattr(inner, "set_local_chunk_sizes"):
+        if not hasattr(inner, "set_local_chunk_sizes") or not inner.config.local_chunk_sizes:
             raise ValueError(f"chunk_size_schedule: {type(inner).__name__} has no local memories")
         own = list(inner.config.local_chunk_sizes)
         for step, sizes in self.schedule.items():

@@ -8,6 +8,7 @@ of the text before it and of the text up to its end; a conversation with a token
 """
 
 import re
+from datetime import datetime
 
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -24,12 +25,22 @@ PLAIN_TEMPLATE = (
     "{% else %}{{ message['content'] | trim + '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
 )
+DATE = datetime(2024, 7, 26)  # what templates that write the date are told, as Llama's do where there is no clock
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Stands before a template, in place of the clock that transformers gives it. Its line break belongs to its last tag.
+STOPPED_CLOCK = "".join(
+    [
+        "{% macro strftime_now(format) %}{{ format",
+        *(f"|replace('%{x}','{DATE.strftime('%' + x)}')" for x in ("-d", "-m", *"aAbBdHIjmMpSyY")),
+        " }}{% endmacro %}\n",
+    ]
+)
 
 
 class ChatEncoder:
     """
-    Tokens of conversations and which of them are scored.
+    Tokens of conversations and which of them are scored. They do not depend on the day: a template that writes the
+    date is given that of `DATE`.
 
     A conversation is cut after `row_length` tokens, and dropped if no scored token is left.
 
@@ -57,6 +68,7 @@ class ChatEncoder:
         return {
             "content": "conversations",
             "chat_template": self.template,
+            "date": DATE.date().isoformat(),
             "assistant_only_loss": self.assistant_only,
             "truncated_to": self.row_length,
         }
@@ -89,8 +101,9 @@ class ChatEncoder:
         # first token, or to none, as blanks do that a tokenizer's normaliser drops.
         _, (spans,) = render_jinja_template(
             [messages],
-            chat_template=self.template,
+            chat_template=STOPPED_CLOCK + self.template,
             return_assistant_tokens_mask=True,
+            date_string=DATE.strftime("%d %b %Y"),
             **self.tokenizer.special_tokens_map,
         )
         return spans
@@ -112,7 +125,13 @@ class ChatEncoder:
         return spans
 
     def _render(self, messages: list[dict], prompt: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        return self.tokenizer.apply_chat_template(
+            messages,
+            chat_template=STOPPED_CLOCK + self.template,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            date_string=DATE.strftime("%d %b %Y"),
+        )
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -46,6 +46,7 @@ FIXED = (
     "fp16",
     "neftune_noise_alpha",
 )
+DIGESTS = {"data.data": "dataset_name: the content of the data", "data.tokenizer": "tokenizer: what it does"}
 UNIMPORTANT = ("use_cache", "_name_or_path", "transformers_version", "_attn_implementation", "auto_map")
 
 
@@ -173,6 +174,8 @@ def _differences(before: dict, now: dict, prefix: str = ""):
         old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{prefix}{name}.")
+        elif old != new and f"{prefix}{name}" in DIGESTS:
+            yield f"{DIGESTS[prefix + name]} is not what it was when the run was begun"
         elif old != new:
             shown = ["nothing" if x is _ABSENT else repr(x) for x in (new, old)]
             yield f"{prefix}{name}={shown[0]}: the run was begun with {shown[1]}"

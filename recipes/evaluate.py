@@ -162,8 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
     from tnt_hf.recipes.evaluation_model import load_model, training_note
     from tnt_hf.recipes.evaluation_report import as_markdown, check_output, write_evaluation
 
-    data = Path(options.data).absolute()
-    if data.is_dir() and data in (output.absolute(), *output.absolute().parents):
+    data, written = Path(options.data).resolve(), output.resolve()
+    if data.is_dir() and data in (written, *written.parents):
         raise ValueError(f"--output {output}: lies in the folder of --data, whose content it would change")
     check_output(output, options.overwrite)
     model, tokenizer = load_model(

@@ -40,13 +40,13 @@ class ResumableTrainer(Trainer):
 
     Attributes:
         folder: `output_dir`. groups, data_state: as for [`RecipeTrainer`], for the check that the run is the same.
-        seconds: of training, over all sessions, when last saved.
+        seconds: of training, over all sessions, when last saved. had_ended: nothing was left to train.
     """
 
     def __init__(self, *args, groups: list[dict] | None = None, data_state: dict[str, Any] | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.groups, self.data_state, self.folder = groups, data_state or {}, Path(self.args.output_dir)
-        self.seconds = 0.0
+        self.seconds, self.had_ended = 0.0, False
         self._run: dict[str, Any] = {}  # see run_state
         self._resumed: Path | None = None
         self._started = False
@@ -76,7 +76,8 @@ class ResumableTrainer(Trainer):
             callbacks=callback_settings(self.callback_handler.callbacks),
         )
         self._started, self._resumed = False, self._checkpoint(resume)
-        if self._resumed is not None and self._has_ended(self._resumed):
+        self.had_ended = self._resumed is not None and self._has_ended(self._resumed)
+        if self.had_ended:
             self._load_from_checkpoint(str(self._resumed))
             self._restore_progress()
         else:

@@ -97,6 +97,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict]]:
                     row = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{place}: invalid JSON: {error.msg} (column {error.colno})") from error
+                except (RecursionError, ValueError) as error:  # nested too deeply, a number of thousands of digits
+                    raise ValueError(f"{place}: JSON that cannot be read: {error}") from error
                 yield place, _object(place, row)
 
 
@@ -110,6 +112,8 @@ def _json(path: Path) -> Iterator[tuple[str, dict]]:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: invalid JSON: {error.msg} (column {error.colno})") from error
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{path}: JSON that cannot be read: {error}") from error
     del text
     for number, row in enumerate(rows):
         place = f"{path}, element {number}"
@@ -148,6 +152,9 @@ def _parquet_rows(path: Path, columns: set[str] | None) -> Iterator[tuple[str, d
             return
         except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"{path}: not a readable Parquet file after row {number}: {error}") from error
-        for row in batch.to_pylist():
-            yield f"{path}, row {number}", row
+        for row in range(batch.num_rows):
+            try:
+                yield f"{path}, row {number}", batch.slice(row, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, row {number}: not UTF-8: byte {error.object[error.start]:#04x}") from error
             number += 1

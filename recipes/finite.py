@@ -1,10 +1,12 @@
-"""What ends a training: numbers that are not finite, before they reach a weight, and parameters that cannot learn."""
+"""What ends a training: numbers that are not finite, before they reach a weight; and a look at what does not learn."""
 
 import math
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from tnt_hf.recipes.checkpoints import logger
 
 
 SHOWN = 3  # tensors that the error names
@@ -44,15 +46,12 @@ def stop_if_not_finite(step: int, losses: list[Tensor], model: nn.Module, gradie
     )
 
 
-def refuse_untrainable(model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: a trainable parameter of `model` has no gradient after a step: it could never learn, and sharded
-            training could not be resumed with it.
-    """
+def warn_of_idle(model: nn.Module) -> None:
+    """Name the trainable parameters of `model` that the step which is over gave no gradient. What the data of one step
+    does not reach, another may, so this ends nothing."""
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if missing:
-        raise ValueError(f"trainable: no gradient reaches {_first(missing)}; freeze what cannot learn")
+        logger.warning("No gradient reached %s in the first step; what never gets one does not learn", _first(missing))
 
 
 def _local(x: Tensor) -> Tensor:

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import convert_checkpoint, inject, load_injected, lora_config
 from tnt_hf.conversion.injection_config import injection_from_dict
-from tnt_hf.conversion.manifest import MANIFEST, read_manifest
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.arguments import NEW_MODELS, ModelArguments, RunArguments
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE
+from tnt_hf.recipes.checkpoints import write_json
 from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.objectives import attention_modules, with_memory
 from tnt_hf.recipes.optimization import kind_of
@@ -31,6 +32,7 @@ CONVERSION_ARGUMENTS = (
     "window", "keep_full_attention", "probe", "dtype", "link", "seed", "max_shard_size", "check", "revision",
 )  # fmt: skip
 ADAPTER = "adapter_config.json"
+CONVERTED = ".converted.json"  # in output_dir: of what, and how, its folder `converted` was made
 
 
 def load_tokenizer(model: ModelArguments, texts: Callable[[], Any]) -> Any:
@@ -126,7 +128,8 @@ def new_model(model: ModelArguments, tokenizer: Any = None) -> nn.Module:
                 raise ValueError(f"model_config.{name}={value!r}: is no field of a Llama")
         config = LlamaConfig(**fields | model.model_config)
     options = {} if model.attn_implementation is None else {"attn_implementation": model.attn_implementation}
-    return AutoModelForCausalLM.from_config(config, dtype=_dtype(model), **options)
+    with _naming("model", model.model, model.attn_implementation):
+        return AutoModelForCausalLM.from_config(config, dtype=_dtype(model), **options)
 
 
 def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
@@ -142,35 +145,36 @@ def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
     folder = Path(name)
     if (folder / ADAPTER).is_file():
         _refuse_fields(name, model)
-        adapted = load_injected(name, is_trainable=True, **options)
-        return adapted.train()
+        with _naming("model", name, model.attn_implementation):
+            return load_injected(name, is_trainable=True, **options).train()
     with _naming("model", name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     if config.model_type == "tnt":
         if model.inject:
             raise ValueError(f"inject={model.inject!r}: {name!r} is a TNT model, which has its memory")
-        return _load_tnt(name, model.model_config, options)
+        return _load_tnt(name, model)
     _refuse_fields(name, model)
     if hasattr(config, "tnt_injection"):
-        return load_injected(name, **options).requires_grad_(True).train()
-    live = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=model.trust_remote_code, **options)
+        with _naming("model", name, model.attn_implementation):
+            return load_injected(name, **options).requires_grad_(True).train()
+    live = _load_other("model", name, model)
     if model.inject:
         inject(live, injection_from_dict({"kind": "liza", **model.inject}), seed=seed)
     return live
 
 
-def _load_tnt(name: str, fields: dict[str, Any], options: dict[str, Any]) -> nn.Module:
+def _load_tnt(name: str, model: ModelArguments) -> nn.Module:
     """A TNT model with other fields: what a model can change while it lives is changed after loading, so that the
     rates that belong to the chunk sizes of its training stay."""
-    live = ("local_chunk_sizes", "sliding_window")
+    fields, live = model.model_config, ("local_chunk_sizes", "sliding_window")
     fixed = {field: value for field, value in fields.items() if field not in live}
-    try:
-        loaded, found = TNTForCausalLM.from_pretrained(name, output_loading_info=True, **fixed, **options)
-    except RuntimeError as error:  # the library's, many lines long
-        raise ValueError(f"model={name!r}: its weights do not fit model_config={fixed!r}") from error
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found[kind]:
-            raise ValueError(f"model={name!r}: {kind.replace('_', ' ')}, the first is {sorted(found[kind])[0]!r}")
+    with _naming("model", name, model.attn_implementation):
+        try:
+            options = _load_options(model)
+            loaded, found = TNTForCausalLM.from_pretrained(name, output_loading_info=True, **fixed, **options)
+        except RuntimeError as error:  # the library's, many lines long
+            raise ValueError(f"its weights do not fit model_config={fixed!r}") from error
+    _refuse_misfits("model", name, found, ("missing_keys", "unexpected_keys", "mismatched_keys"))
     if "local_chunk_sizes" in fields:
         loaded.set_local_chunk_sizes(fields["local_chunk_sizes"])
     if "sliding_window" in fields:
@@ -178,12 +182,30 @@ def _load_tnt(name: str, fields: dict[str, Any], options: dict[str, Any]) -> nn.
     return loaded
 
 
+def _load_other(field: str, name: str, model: ModelArguments) -> nn.Module:
+    """A causal language model of any architecture, with every one of its tensors from the checkpoint."""
+    with _naming(field, name, model.attn_implementation):
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            name, output_loading_info=True, trust_remote_code=model.trust_remote_code, **_load_options(model)
+        )
+    _refuse_misfits(field, name, found, ("missing_keys", "mismatched_keys"))
+    return loaded
+
+
+def _refuse_misfits(field: str, name: str, found: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    for kind in kinds:
+        if found[kind]:
+            raise ValueError(f"{field}={name!r}: {kind.replace('_', ' ')}, the first is {sorted(found[kind])[0]!r}")
+
+
 def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[str], object]) -> Path:
     """
-    `source` converted into the folder `target`, or the conversion that is there already if it is the same.
+    `source` converted into the folder `target`, or the conversion that is there already if it is the same. Another one
+    is replaced as long as no checkpoint was made of it.
 
     Raises:
-        ValueError: an argument that the conversion does not have; another conversion is there.
+        ValueError: an argument that the conversion does not have; a run has gone on from another conversion, or one is
+            there that no run made.
     """
     known = [*CONVERSION_ARGUMENTS, *TNTConfig.__annotations__]
     for name, value in model.convert.items():
@@ -192,21 +214,37 @@ def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"convert.{name}={value!r}: is no argument of convert_checkpoint{hint}")
     arguments = {"seed": seed, **model.convert}
-    if (target / MANIFEST).is_file():
-        done = read_manifest(target)["conversion"]
-        wanted = {name: arguments.get(name) for name in ("window", "seed")}
-        wanted["source"] = Path(model.source).resolve().name if Path(model.source).is_dir() else model.source
-        wanted["fields"] = {name: x for name, x in arguments.items() if name not in CONVERSION_ARGUMENTS}
-        if different := [name for name, value in wanted.items() if done.get(name) != value]:
-            name = different[0]
-            raise ValueError(
-                f"output_dir: {target} is a conversion with {name}={done.get(name)!r}, not {wanted[name]!r}; choose"
-                " another output_dir"
-            )
-        say(f"{model.source} was converted before, into {target}")
-        return target
+    wanted = {"source": _identity(model.source), "arguments": json.loads(json.dumps(arguments, default=str))}
+    record, there = target.parent / CONVERTED, target.is_dir() and any(target.iterdir())
+    if there:
+        before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+        if before == wanted:
+            say(f"{model.source} was converted before, into {target}")
+            return target
+        if not before or any(target.parent.glob("checkpoint-*")) or (target.parent / "training.json").exists():
+            what = "the source or the arguments of the run's conversion have changed" if before else "no run made it"
+            raise ValueError(f"output_dir: {target} is another conversion, {what}; choose another output_dir")
     say(f"converting {model.source} into {target}")
-    return convert_checkpoint(model.source, target, progress=False, say=say, **arguments)
+    try:
+        with _naming("source", model.source):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_json(record, {"begun": wanted})  # equal to nothing: a kill may leave the old one
+            convert_checkpoint(model.source, target, progress=False, say=say, overwrite=there, **arguments)
+            write_json(record, wanted)
+    except Exception:
+        if not there:
+            record.unlink(missing_ok=True)
+        raise
+    return target
+
+
+def _identity(source: str) -> dict[str, Any]:
+    """What tells a checkpoint from another one of the same name: its place and, of a folder, its files."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return {"name": source}
+    files = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.suffix == ".safetensors"}
+    return {"name": str(folder.resolve()), "files": {name: [x.st_size, x.st_mtime_ns] for name, x in files.items()}}
 
 
 def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None = None) -> nn.Module:
@@ -221,7 +259,11 @@ def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None 
             return model
         from peft import get_peft_model
 
-        return get_peft_model(model, lora_config(model, **(lora or {})))
+        try:
+            settings = lora_config(model, **(lora or {}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"lora={lora!r}: {error}" if lora else str(error)) from error
+        return get_peft_model(model, settings)
     if hasattr(model, "peft_config"):
         raise ValueError(f"trainable={trainable!r}: the model is an adapter, which goes on as trainable='lora'")
     if trainable == "local_memories":
@@ -255,19 +297,15 @@ def load_teacher(name: str, model: ModelArguments) -> nn.Module:
     The frozen teacher: `teacher`, else `source`, else the model that memory was injected into, else the TNT model's
     own base weights with full attention in every layer and no memory.
     """
-    options = _load_options(model)
     source = model.teacher or model.source or (name if model.inject else None)
     if source is not None:
-        with _naming("teacher" if model.teacher else "source" if model.source else "model", source):
-            teacher = AutoModelForCausalLM.from_pretrained(
-                source, trust_remote_code=model.trust_remote_code, **options
-            )
+        teacher = _load_other("teacher" if model.teacher else "source" if model.source else "model", source, model)
     else:
         config = AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code)
         if config.model_type != "tnt":
             raise ValueError(f"teacher=None: must be given for {name!r}, a model of type {config.model_type!r}")
         fields = {"memory_layers": [], "sliding_window": None, "layer_types": None}
-        teacher = TNTForCausalLM.from_pretrained(name, **fields, **options)
+        teacher = TNTForCausalLM.from_pretrained(name, **fields, **_load_options(model))
     return teacher.eval().requires_grad_(False)
 
 
@@ -290,13 +328,26 @@ def _check_teacher(student: nn.Module, teacher: nn.Module, mode: str) -> None:
 
 
 @contextmanager
-def _naming(field: str, name: str):
-    """Errors of the library's loading say which field of the recipe they are about."""
+def _naming(field: str, name: str, attention: str | None = None):
+    """Errors of the library's loading are one of ours that says which field of the recipe it is about; so is
+    `attn_implementation` where its package is missing."""
+    if not Path(name).exists() and (name.startswith(("runs/", ".", "/", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"{field}={name!r}: no such folder")  # the Hub would not know it either
     try:
         yield
-    except (OSError, ValueError) as error:
-        kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"{field}={name!r}: {error}") from error
+    except OSError as error:
+        near = get_close_matches(name, NEW_MODELS, n=1) if field == "model" and not Path(name).exists() else []
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise OSError(f"{field}={name!r}:{hint} {error}") from error
+    except ImportError as error:
+        if attention is not None:
+            field, name = "attn_implementation", attention
+        raise ValueError(f"{field}={name!r}: {error}") from error
+    except (KeyError, RuntimeError, SafetensorError) as error:  # what damaged files cause
+        first = str(error).strip().partition("\n")[0][:300]
+        raise ValueError(f"{field}={name!r}: cannot be read, {type(error).__name__}: {first}") from error
+    except ValueError as error:
+        raise ValueError(f"{field}={name!r}: {error}") from error
 
 
 def _dtype(model: ModelArguments) -> torch.dtype:

@@ -39,6 +39,15 @@ def next_token(model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int
     return F.cross_entropy(predicted.float(), targets, reduction="sum") / count, outputs
 
 
+def next_token_sums(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Of every row, `[B, 2]` float32: the sum of the next tokens' cross-entropies in nats, and how many are scored."""
+    others, scored, _ = _split(inputs, None)
+    logits = model(**others, use_cache=False).logits[:, :-1]
+    targets = inputs["labels"][:, 1:]
+    losses = [F.cross_entropy(x[s].float(), t[s], reduction="sum") for x, t, s in zip(logits, targets, scored)]
+    return torch.stack([torch.stack(losses), scored.sum(1).to(losses[0])], dim=1)
+
+
 def distillation(model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None, teacher: nn.Module):
     """KL(teacher || model) of the next token in nats, against a frozen teacher: `distill`."""
     others, scored, count = _split(inputs, num_items)

@@ -40,6 +40,8 @@ AT_LEAST_0 = (
     "memory_logging_steps", "num_train_epochs", "seed", "warmup_steps", "weight_decay",
     "window_dropout_warmup_steps",
 )  # fmt: skip
+LEAST_TOKENS = 257
+MOST_TOKENS = 1_000_000  # of a vocabulary: the trainer of the tokenizer allocates all of them at once, or aborts
 
 
 @dataclass
@@ -85,20 +87,36 @@ def read_recipe(arguments: list[str]) -> Recipe:
     known = set(TNTConfig.__annotations__)
     flat: dict[str, Any] = {}
     for layer in (settings, overrides):
+        placed: set[str] = set()
         for name, value in layer.items():
-            _place(flat, name, value, hints, known)
+            for field in _place(flat, name, value, hints, known):
+                if field in placed:
+                    raise ValueError(f"{field}: is given twice, once as {name}")
+                placed.add(field)
+    if {"max_steps", "train_tokens"} & overrides.keys() and "num_train_epochs" not in overrides:
+        flat.pop("num_train_epochs", None)  # the command line says how long, instead of the file
     given = {name: _typed(name, flat[name], hint) for name, hint in hints.items() if name in flat}
     for names, least in ((AT_LEAST_1, 1), (AT_LEAST_0, 0)):
         for name in names:
             if given.get(name) is not None and given[name] < least:
                 raise ValueError(f"{name}={given[name]!r}: must be at least {least}")
+    if given.get("max_steps", -1) < 1 and given.get("max_steps", -1) != -1:  # which the library would not obey
+        raise ValueError(f"max_steps={given['max_steps']!r}: must be at least 1, or -1 for whole epochs")
+    if not LEAST_TOKENS <= (given.get("tokenizer_vocab_size") or LEAST_TOKENS) <= MOST_TOKENS:
+        raise ValueError(
+            f"tokenizer_vocab_size={given['tokenizer_vocab_size']!r}: must be {LEAST_TOKENS} (a token for every byte"
+            f" and one for the end) to {MOST_TOKENS}"
+        )
     name = None if path is None else f"{path.parent.name}/{path.name}"
     _check_settings(given)
 
     training = TRAINER_DEFAULTS | {"report_to": "tensorboard" if find_spec("tensorboard") else "none"}
     training["output_dir"] = os.path.join("runs", *(("train",) if path is None else (path.parent.name, path.stem)))
     parser = HfArgumentParser((ModelArguments, DataArguments, RunArguments, TrainingArguments))
-    return Recipe(*parser.parse_dict(training | given), given=given, name=name)
+    try:
+        return Recipe(*parser.parse_dict(training | given), given=given, name=name)
+    except (ImportError, KeyError, RuntimeError) as error:  # TrainingArguments looks for packages and devices
+        raise ValueError(f"TrainingArguments: {type(error).__name__}: {error}") from error
 
 
 # --------------------------------------------------------------------------------------- the file and the command line
@@ -153,8 +171,11 @@ def _read(path: Path) -> dict[str, Any]:
     return settings or {}
 
 
-def _place(flat: dict[str, Any], name: Any, value: Any, hints: dict[str, Any], config_fields: set[str]) -> None:
-    """Put a setting into `flat` under its field, `a.b` into the mapping a, a field of TNTConfig into model_config."""
+def _place(flat: dict[str, Any], name: Any, value: Any, hints: dict[str, Any], config_fields: set[str]) -> list[str]:
+    """
+    Put a setting into `flat` under its field, `a.b` into the mapping a, a field of TNTConfig into model_config.
+    Returns the names of what it sets, those in mappings with dots.
+    """
     first, *rest = str(name).split(".")
     if first not in hints and first in config_fields:
         first, rest = "model_config", [first, *rest]
@@ -172,6 +193,13 @@ def _place(flat: dict[str, Any], name: Any, value: Any, hints: dict[str, Any], c
                 f"model_config.{field}={_shown(value[field])}: is no field{_closest(field, config_fields)}"
             )
     flat[first] = _merged(flat.get(first), value)
+    return _entries(first, value)
+
+
+def _entries(name: str, value: Any) -> list[str]:
+    if not isinstance(value, dict) or not value:
+        return [name]
+    return [entry for key, inner in value.items() for entry in _entries(f"{name}.{key}", inner)]
 
 
 def _closest(name: Any, known: Any) -> str:
@@ -294,6 +322,17 @@ def _check_settings(given: dict[str, Any]) -> None:
             refuse(name, f"must be in [0, 1{')' if top else ']'}")
     if value("train_tokens") is not None and (value("max_steps") or -1) > 0:
         refuse("train_tokens", f"says how long the run is, and so does max_steps={value('max_steps')!r}: give one")
+    for name in ("max_steps", "train_tokens"):
+        if "num_train_epochs" in given and (value(name) or -1) > 0:
+            refuse("num_train_epochs", f"has no effect beside {name}={value(name)!r}: give one of them")
+    if "num_train_epochs" in given and not value("num_train_epochs"):
+        refuse("num_train_epochs", "must be above 0")
+    if "output_dir" in given and not (given["output_dir"] or "").strip():
+        refuse("output_dir", "must name a folder")
+    if value("push_to_hub"):
+        refuse("push_to_hub", "would upload checkpoints that nobody checked; use tnt push when the run has ended")
+    if value("hub_token") is not None:
+        raise ValueError("hub_token: settings are written down with the run, so no secret; set HF_TOKEN, or log in")
     if value("tokenizer") is not None and value("tokenizer_vocab_size") is not None:
         refuse("tokenizer_vocab_size", "trains a tokenizer, but tokenizer names one: give one of them")
 
@@ -315,6 +354,10 @@ def _check_settings(given: dict[str, Any]) -> None:
         refuse("tokenizer", f"must be given with the preset {model!r}, or tokenizer_vocab_size")
     if value("source") is not None and mode == "stage2":
         refuse("mode", "goes on from a trained TNT model, not from a source to convert; name its folder as model")
+    if value("tokenizer_vocab_size") is not None and (value("source") is not None or not preset):
+        refuse("tokenizer_vocab_size", "trains a tokenizer for a new model; one that is trained has its own")
+    if value("window_dropout_warmup_steps") and not value("window_dropout"):
+        refuse("window_dropout_warmup_steps", "has no effect without window_dropout")
     if value("lora") and trainable != "lora":
         refuse("lora", f"has no effect with trainable={trainable!r}; use trainable='lora'")
     if mode == "align" and trainable != "memory":

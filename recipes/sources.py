@@ -72,7 +72,24 @@ class Columns:
         )
 
     def document(self, place: str, row: dict) -> Document:
-        """The document of a table's row. Raises ValueError for a missing column or a value of the wrong type."""
+        """
+        The document of a table's row.
+
+        Raises:
+            ValueError: a missing column, a value of the wrong type, or one that is no Unicode text.
+        """
+        document = self._document(place, row)
+        try:
+            document.key.encode()
+        except UnicodeEncodeError as error:
+            names = ", ".join(map(repr, self.names))
+            raise ValueError(
+                f"{place}: column {names} holds half of a surrogate pair, {error.object[error.start]!a}, which is no"
+                " text; leave it out"
+            ) from error
+        return document
+
+    def _document(self, place: str, row: dict) -> Document:
         values = {name: row.get(name) for name in self.names}
         missing = [name for name in self.names if name not in row and name != "input"]
         if missing:
@@ -266,6 +283,8 @@ def open_source(
             )
         return StandardLibrary(data, mode)
     if path.exists():
+        if not path.is_dir() and not path.is_file():
+            raise ValueError(f"dataset_name={name!r}: is neither a file nor a folder")  # to open a pipe would wait
         if declared:
             files = declared_files(path, config)
         else:

@@ -8,24 +8,18 @@ everything is there. The same command goes on with a run that was killed.
 """
 
 import math
-import os
 import shlex
 import sys
+from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from tnt_hf.recipes.arguments import DataArguments, ModelArguments, RunArguments
+from tnt_hf.recipes.run_folder import check_output, check_unused, claim_output, sole_run
 
 
-RESOLVED = "recipe.yaml"  # the settings of a run, in its output_dir
-# What may differ between a run and its continuation.
-FREE = (
-    "disable_tqdm", "eval_on_start", "eval_steps", "eval_strategy", "log_level", "logging_first_step", "logging_steps",
-    "memory_logging_steps", "output_dir", "plots", "report_to", "resume_from_checkpoint", "run_name", "save_steps",
-    "save_strategy", "save_total_limit",
-)  # fmt: skip
 # The fields of TrainingArguments that recipes use most, with the default of a recipe; a test compares them.
 TRAINER_HELP = {
     "output_dir": ("runs/<folder>/<file>", "everything the run writes; the same command goes on where it stopped"),
@@ -54,7 +48,7 @@ TRAINER_HELP = {
 def main(arguments: list[str] | None = None) -> int:
     """
     Runs a recipe. Returns the exit status: 0; 2 for a mistake in the input; 1 if a loss or a gradient was no finite
-    number. Both are told in one line.
+    number; 130 if the user stopped it. All are told in one line.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or {"-h", "--help", "--help-all"} & set(arguments):
@@ -62,6 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         train(arguments)
+    except KeyboardInterrupt as error:
+        print(f"tnt train: {str(error) or 'stopped by the user before the first step'}", file=sys.stderr)
+        return 130
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"tnt train: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, FloatingPointError) else 2
@@ -83,15 +80,30 @@ def train(arguments: list[str]) -> dict[str, float]:
         ValueError: a setting, the data or a model is not acceptable, or `output_dir` belongs to another run.
         OSError: something cannot be read or written.
         FloatingPointError: a loss or a gradient was no finite number.
+        KeyboardInterrupt: the user stopped it; says where, and where it would go on.
     """
     recipe, trainer, facts = prepare(arguments)
-    if trainer.is_world_process_zero():
-        claim_output(Path(trainer.args.output_dir), recipe.given)
-    metrics = trainer.fit(resume=trainer.args.resume_from_checkpoint or "auto", facts=facts)
-    if trainer.is_world_process_zero():
+    output, first = Path(trainer.args.output_dir), trainer.is_world_process_zero()
+    with sole_run(output) if first else nullcontext():
+        if first:
+            check_output(output, recipe.given)  # again: another run may have had it since
+            claim_output(output, recipe.given)
+        try:
+            metrics = trainer.fit(resume=trainer.args.resume_from_checkpoint or "auto", facts=facts)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(_stopped(output, trainer.state.global_step)) from error
+    if first:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        print(f"{shown}; results are in {trainer.args.output_dir}", flush=True)
+        print(f"{shown}; results are in {output}", flush=True)
     return metrics
+
+
+def _stopped(output: Path, step: int) -> str:
+    from tnt_hf.recipes.checkpoints import latest_complete_checkpoint
+
+    newest = latest_complete_checkpoint(output)
+    after = "starts again, no checkpoint was saved" if newest is None else f"goes on from {newest.name}"
+    return f"stopped by the user after step {step}; the same command {after}"
 
 
 def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
@@ -120,10 +132,12 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
         args.dataloader_pin_memory = False  # there is nothing to pin it for
     say = (lambda line: print(line, flush=True)) if args.process_index == 0 else (lambda line: None)
     check_output(Path(args.output_dir), recipe.given)
-    callbacks = scheduled(run, args.seed)
+    if args.process_index == 0:
+        check_unused(Path(args.output_dir))
+    callbacks = scheduled(run, args.seed, args.max_steps)
 
     set_seed(args.seed)
-    tokenizer = load_tokenizer(recipe.model, lambda: training_texts(recipe.data))
+    tokenizer = load_tokenizer(recipe.model, lambda: training_texts(recipe.data, run.mode))
     data = build_datasets(recipe.data, tokenizer, seed=args.seed, mode=run.mode, rows_per_step=rows_per_step)
     with args.main_process_first(local=False, desc="making the model"):  # one process converts for all
         model, teacher = build_model(
@@ -138,6 +152,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     groups = parameter_groups(
         model, args.learning_rate, args.weight_decay, run.memory_learning_rate, run.gate_learning_rate
     )
+    check_rates(run, groups)
     for line in plan(recipe, model, groups, data, rows_per_step):
         say(line)
     trainer = RecipeTrainer(
@@ -165,8 +180,8 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     return recipe, trainer, facts
 
 
-def scheduled(run: RunArguments, seed: int) -> list:
-    """The callbacks that change the model from step to step."""
+def scheduled(run: RunArguments, seed: int, steps: int) -> list:
+    """The callbacks that change the model from step to step, of a run of `steps` if that is positive."""
     from tnt_hf.conversion import LiZACallback
     from tnt_hf.recipes.callbacks import ChunkSizeSchedule, WindowDropout
 
@@ -175,13 +190,26 @@ def scheduled(run: RunArguments, seed: int) -> list:
         callbacks.append(WindowDropout(run.window_dropout, run.window_dropout_warmup_steps, seed))
     if run.chunk_size_schedule:
         callbacks.append(ChunkSizeSchedule(run.chunk_size_schedule))
+        if 0 < steps <= (last := max(callbacks[-1].schedule)):
+            raise ValueError(f"chunk_size_schedule: names step {last}, but the run has {steps} steps, from 0 on")
     if run.mag_schedule:
         if unknown := [x for x in run.mag_schedule if x not in signature(LiZACallback).parameters]:
             raise ValueError(
                 f"mag_schedule.{unknown[0]}={run.mag_schedule[unknown[0]]!r}: is no field of LiZACallback"
             )
-        callbacks.append(LiZACallback(**run.mag_schedule))
+        try:
+            callbacks.append(LiZACallback(**run.mag_schedule))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"mag_schedule={run.mag_schedule!r}: {error}") from error
     return callbacks
+
+
+def check_rates(run: RunArguments, groups: list[dict]) -> None:
+    """Raises ValueError for a learning rate of parameters that are not there or do not learn."""
+    kinds = {group["kind"] for group in groups}
+    for field, of in (("memory_learning_rate", {"memory", "projection"}), ("gate_learning_rate", {"gate"})):
+        if getattr(run, field) is not None and not kinds & of:
+            raise ValueError(f"{field}={getattr(run, field)!r}: has no effect, no such parameter of the model learns")
 
 
 def plan(recipe: Any, model: Any, groups: list[dict], data: Any, rows_per_step: int) -> list[str]:
@@ -209,48 +237,7 @@ def plan(recipe: Any, model: Any, groups: list[dict], data: Any, rows_per_step: 
     ]
 
 
-# ------------------------------------------------------------------------------------------------------ the output_dir
-
-
-def check_output(output: Path, given: dict[str, Any]) -> None:
-    """
-    Whether a run with the settings `given` may use the folder `output`.
-
-    Raises:
-        ValueError: it holds files that no run wrote, or those of a run with other settings.
-        FileExistsError: it is a file.
-    """
-    from tnt_hf.settings import parse_yaml
-
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"output_dir={str(output)!r}: is a file")
-    # A conversion is all that a run leaves that ended before it began.
-    found = [path.name for path in output.iterdir() if path.name != "converted"] if output.is_dir() else []
-    found = [name for name in found if not name.startswith(".")]
-    if not found:
-        return
-    if not (output / RESOLVED).is_file():
-        raise ValueError(
-            f"output_dir={str(output)!r}: holds files of something else ({sorted(found)[0]}), choose another"
-        )
-    before = parse_yaml((output / RESOLVED).read_text(encoding="utf-8"))
-    for name in sorted({*before, *given} - set(FREE)):
-        if before.get(name) != given.get(name):
-            shown = ["the default" if name not in x else repr(x[name]) for x in (given, before)]
-            raise ValueError(
-                f"output_dir={str(output)!r}: belongs to another run, {name} is {shown[0]} and was {shown[1]}; choose"
-                " another output_dir, or delete it"
-            )
-
-
-def claim_output(output: Path, given: dict[str, Any]) -> None:
-    """Write the settings into the folder, as a recipe that repeats the run."""
-    import yaml
-
-    output.mkdir(parents=True, exist_ok=True)
-    partial = output / f".{RESOLVED}.partial"
-    partial.write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    os.replace(partial, output / RESOLVED)
+# ------------------------------------------------------------------------------------------------------- the record
 
 
 def absolute(given: dict[str, Any]) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from tnt_hf.recipes.callbacks import Printer, Progress, WindowDropout
 from tnt_hf.recipes.checkpoints import logger
 from tnt_hf.recipes.environment import peak_memory_bytes
 from tnt_hf.recipes.exact_resume import ResumableTrainer
-from tnt_hf.recipes.finite import refuse_untrainable, stop_if_not_finite
+from tnt_hf.recipes.finite import stop_if_not_finite, warn_of_idle
 from tnt_hf.recipes.memory_statistics import first_row, memory_statistics
 from tnt_hf.recipes.models import finished
-from tnt_hf.recipes.objectives import next_token
+from tnt_hf.recipes.objectives import next_token, next_token_sums
 from tnt_hf.recipes.run_record import RECORD, count_parameters, write_run_record
 from tnt_hf.recipes.training_plots import draw_plots
 
@@ -48,7 +48,8 @@ class RecipeTrainer(ResumableTrainer):
         plots: whether to draw loss.png and gates.png at the end.
 
     Raises:
-        ValueError: `memory_logging_steps` is no number >= 0, or `label_smoothing_factor` is set.
+        ValueError: `memory_logging_steps` is no number >= 0, `label_smoothing_factor` is set, `metric_for_best_model`
+            is not the loss, or the optimizer or the schedule of the learning rates cannot be made.
     """
 
     loss_is_scaled_for_ga = True  # by `num_items_in_batch`
@@ -74,6 +75,10 @@ class RecipeTrainer(ResumableTrainer):
             raise ValueError(f"memory_logging_steps={memory_logging_steps!r}: must be a number of steps, 0 for never")
         if args.label_smoothing_factor:
             raise ValueError(f"label_smoothing_factor={args.label_smoothing_factor}: no objective smooths labels")
+        if args.metric_for_best_model not in (None, "loss", "eval_loss"):
+            raise ValueError(
+                f"metric_for_best_model={args.metric_for_best_model!r}: an evaluation gives eval_loss only"
+            )
         if args.n_gpu > 1:
             logger.warning(
                 "%d GPUs are visible to this one process, which uses the first; start it with `accelerate launch` to"
@@ -83,7 +88,7 @@ class RecipeTrainer(ResumableTrainer):
             args._n_gpu = 1  # or Trainer would copy the model to all GPUs in every step (DataParallel)
         args.logging_nan_inf_filter = False  # it would hide a loss that is no number
         if args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = False  # a search in every step for what the first step refuses
+            args.ddp_find_unused_parameters = False  # a search in every step for what is not there
         super().__init__(
             model=model,
             args=args,
@@ -110,6 +115,7 @@ class RecipeTrainer(ResumableTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
                 callback.logging_dir = str(self.folder / "runs")
+        self._try_optimizer()
 
     def fit(self, resume: str | os.PathLike = "auto", facts: dict[str, Any] | None = None) -> dict[str, float]:
         """
@@ -123,8 +129,7 @@ class RecipeTrainer(ResumableTrainer):
             The final metrics: loss, and with an `eval_dataset` eval_loss and perplexity.
 
         Raises:
-            ValueError: a checkpoint that is not complete or belongs to a run with other settings; a trainable
-                parameter that gets no gradient.
+            ValueError: a checkpoint that is not complete or belongs to a run with other settings.
             FloatingPointError: a loss or a gradient was not finite.
             OSError: a checkpoint or the model could not be written.
         """
@@ -138,6 +143,8 @@ class RecipeTrainer(ResumableTrainer):
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # no autocast from here on
         if (final := finished(model)) is not model:
             self.model = self.model_wrapped = final
+        if self.had_ended and (self.folder / RECORD).is_file() and any(self.folder.glob("*.safetensors")):
+            return metrics  # all of this was saved before; on a full disk, to save it again would lose it
         with self.saving(self.folder):
             if self.args.should_save:
                 (self.folder / RECORD).unlink(missing_ok=True)  # written last, it says that all of this is one run
@@ -170,6 +177,17 @@ class RecipeTrainer(ResumableTrainer):
 
     # ------------------------------------------------------------------------------------------------------- one step
 
+    def _try_optimizer(self) -> None:
+        """Make an optimizer and its schedule for one number, so that what is wrong with them is known before a run."""
+        try:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            optimizer = kind([{"params": [nn.Parameter(torch.zeros(1))]}], **options)
+            self.create_scheduler(num_training_steps=max(self.args.max_steps, 1), optimizer=optimizer)
+        except (ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            names = f"optim={self.args.optim!s}, lr_scheduler_type={self.args.lr_scheduler_type!s}"
+            raise ValueError(f"{names}: {error}") from error
+        self.lr_scheduler = None
+
     def create_optimizer(self, model=None):
         """The optimizer of the arguments over `groups`."""
         if self.optimizer is None and self.groups is not None:
@@ -195,10 +213,9 @@ class RecipeTrainer(ResumableTrainer):
         return loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The objective while training, the next token's cross-entropy otherwise."""
-        objective = self.objective if model.training else next_token
+        """The objective."""
         with self.accelerator.autocast():  # for the teacher: only the trained model brings its own
-            loss, outputs = objective(model, inputs, num_items_in_batch, self.teacher)
+            loss, outputs = self.objective(model, inputs, num_items_in_batch, self.teacher)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
         return (loss, outputs) if return_outputs else loss
@@ -216,7 +233,7 @@ class RecipeTrainer(ResumableTrainer):
         losses, self._losses = self._losses, []
         stop_if_not_finite(self.state.global_step + 1, losses, self.model, self.accelerator.scaler is None)
         if self.state.global_step == self._initial_global_step and not self.is_deepspeed_enabled:
-            refuse_untrainable(self.model)
+            warn_of_idle(self.model)
 
     # -------------------------------------------------------------------------------------------------------- logging
 
@@ -276,10 +293,31 @@ class RecipeTrainer(ResumableTrainer):
         self._memory_log = {}
         super().log(logs, start_time)
 
+    # ------------------------------------------------------------------------------------------------------ evaluation
+
     def evaluate(self, *args, **kwargs):
         """As `Trainer`; its time does not count for tokens per second."""
         with self.off_the_clock():
             return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        """As `Trainer`, but the loss is the mean over all scored tokens, not over rows of the means of their batches:
+        it does not depend on how rows are cut into batches or divided among processes."""
+        self._evaluated = torch.zeros(2, dtype=torch.float64)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        losses, tokens = self._evaluated.tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = losses / tokens if tokens else math.nan
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Adds up one batch of all processes. Returns its mean loss alone: nothing here reads logits."""
+        with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
+            sums = next_token_sums(model, self._prepare_inputs(inputs))
+        # Without the rows that fill up the last batch so that every process has one. Summed in float64 on the CPU, as
+        # not every device has it.
+        sums = self.accelerator.gather_for_metrics(sums).cpu().double().sum(0)
+        self._evaluated += sums
+        return (sums[0] / sums[1].clamp(min=1)).float().to(self.args.device), None, None
 
 
 def _exp(loss: float) -> float:

@@ -1,7 +1,8 @@
 """Data of a run: documents of any source as rows of tokens for `Trainer`.
 
 `build_datasets` tokenises once, keeps the tokens in the cache of `datasets` and gives rows by their number, which
-`Trainer` shuffles anew in every epoch; or, with `streaming`, it tokenises while the run reads. A row holds
+`Trainer` shuffles anew in every epoch (and on several processes repeats a few of in the last step of an epoch, so that
+all have as many); or, with `streaming`, it tokenises while the run reads. A row holds
 `input_ids`, `labels` and `position_ids` (see packing.py).
 """
 
@@ -108,10 +109,10 @@ def _require(train: Dataset, rows_per_step: int | None, data: DataArguments, fac
         )
 
 
-def training_texts(data: DataArguments) -> Iterator[str]:
-    """The texts of the documents that are trained on, in their order, for a tokenizer; conversations as plain text."""
+def training_texts(data: DataArguments, mode: str = "pretrain") -> Iterator[str]:
+    """The texts of the documents that a run of `mode` trains on, in their order; conversations as plain text."""
     check(data)
-    source = open_source(data.dataset_name, data.dataset_config, data.dataset_split, data, "pretrain")
+    source = open_source(data.dataset_name, data.dataset_config, data.dataset_split, data, mode)
     return (as_text(document.content) for document in part(source, data.eval_share, False) if document.content)
 
 
@@ -174,10 +175,11 @@ class _Preparation:
         if not share:
             name, split = data.eval_dataset_name or data.dataset_name, data.eval_split or data.dataset_split
             config = None if data.eval_dataset_name else data.dataset_config
-            source, field = (
-                open_source(name, config, split, data, mode),
-                f"eval_dataset_name={name!r}, eval_split={split!r}",
-            )
+            field = f"eval_dataset_name={name!r}, eval_split={split!r}"
+            try:
+                source = open_source(name, config, split, data, mode)
+            except ValueError as error:
+                raise ValueError(f"{field}: {error}") from error
         encoder, rows = self.encoder(source), self.rows(source)
         if data.streaming:
             found = RowStream(source, encoder, rows, share, share > 0, passes=1, field=field)

@@ -11,6 +11,7 @@ PANELS = (
     (("surprise",), "surprise before the write"),
     (("fast_weight_change", "fast_weight_norm"), "fast weights: |W - W_init| / |W_init|"),
 )
+LINEAR = ("gate", "share")  # of the output, where small is as good as none
 
 
 def draw_plots(log: list[dict], folder: Path) -> list[Path]:
@@ -52,6 +53,12 @@ def smoothed(values: list[float], reach: int | None = None) -> list[float]:
     return found
 
 
+def spans_decades(values: list[float]) -> bool:
+    """Whether numbers that cannot be negative need a logarithmic axis: above two decades, zeros aside."""
+    positive = [value for value in values if value > 0]
+    return bool(positive) and min(values) >= 0 and max(positive) > 100 * min(positive)
+
+
 def _loss(pyplot, log: list[dict]):
     train = [(e["step"], e["loss"]) for e in log if "loss" in e]
     evaluated = [(e["step"], e["eval_loss"]) for e in log if "eval_loss" in e]
@@ -68,6 +75,7 @@ def _loss(pyplot, log: list[dict]):
     if evaluated:
         axes.plot(*zip(*evaluated), color=ACCENT, linewidth=1.8, marker="o", ms=4, label="held out, next token")
     axes.set(xlabel="step", ylabel="loss per token", title="Loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False)
     rates = [(e["step"], e["learning_rate"]) for e in log if "learning_rate" in e and "loss" in e]
     if rates:
@@ -100,12 +108,17 @@ def _gates(pyplot, log: list[dict]):
     most = max(layer for _, layers in panels.values() for layer in layers)
     colors = pyplot.get_cmap("viridis")
     for axes, (name, (title, layers)) in zip(grid.flat, panels.items()):
+        values = []
         for layer in layers:
             points = [(e["step"], e[key]) for e in log if (key := f"memory/{name}/layer_{layer}") in e]
+            values += [value for _, value in points]
             few = len(points) < 20
             color = colors(0.9 * layer / max(most, 1))
             axes.plot(*zip(*points), color=color, linewidth=1.3, marker="o" if few else None, ms=3, label=str(layer))
         axes.set(title=title, xlabel="step")
+        axes.xaxis.get_major_locator().set_params(integer=True)  # of a run of few steps, too
+        if name not in LINEAR and spans_decades(values):
+            axes.set_yscale("log", nonpositive="mask")
     for axes in list(grid.flat)[len(panels) :]:
         axes.remove()
     shown = grid.flat[0].get_legend_handles_labels()

@@ -15,7 +15,7 @@ from tnt_hf.cache_tnt import LayerState, StateLayout
 from tnt_hf.conversion import LiZAConfig, inject
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule, WindowDropout, narrow_window
 from tnt_hf.recipes.memory_statistics import first_row, memory_statistics
-from tnt_hf.recipes.training_plots import smoothed
+from tnt_hf.recipes.training_plots import smoothed, spans_decades
 
 
 NO_SAVE = {"save_strategy": "no"}
@@ -168,6 +168,8 @@ def test_sizes_are_tried_before_anything_is_trained(tmp_path, sizes):
 def test_a_model_without_local_memories_has_no_chunk_sizes():
     with pytest.raises(ValueError, match="LlamaForCausalLM has no local memories"):
         at(ChunkSizeSchedule({0: [1]}), "on_train_begin", 0, tiny_host("llama"))
+    with pytest.raises(ValueError, match="TNTForCausalLM has no local memories"):
+        at(ChunkSizeSchedule({0: 1}), "on_train_begin", 0, tiny_model(local_chunk_sizes=[]))
 
 
 # --- what the memory does ---
@@ -306,6 +308,12 @@ def test_smoothing_does_not_lag():
     line = [float(x) for x in range(50, 0, -1)]
     assert smoothed(line, reach=5) == pytest.approx(line)
     assert smoothed([0.0, 3.0, 0.0, 3.0], reach=1) == pytest.approx([0, 1, 2, 3])
+
+
+def test_two_decades_need_a_logarithmic_axis():
+    assert spans_decades([0.0, 0.5, 51.0]) and spans_decades([3e13, 1.0])
+    assert not spans_decades([1.0, 99.0]) and not spans_decades([0.0, 0.0]) and not spans_decades([])
+    assert not spans_decades([-1.0, 0.001, 5.0])  # a logarithm could not show it
 
 
 def test_training_shortens_the_window_in_training_only(tmp_path):

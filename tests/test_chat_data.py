@@ -38,6 +38,10 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
+DATED = "{{ strftime_now('%d %b %Y') }}|" + UNMARKED
+DATED_BY_CALLER = "{{ date_string }}|" + PLAIN_TEMPLATE
+
+
 def bytes_tokenizer(template: str | None):
     tokenizer = train_tokenizer(["bytes"], 257)
     tokenizer.chat_template = template
@@ -85,6 +89,25 @@ def test_prefixes_and_marks_agree_with_a_vocabulary_of_words():
     a, b = (ChatEncoder(tokenizer, True, 500)._encode(conversation) for tokenizer in (marked, unmarked))
     assert a.ids.tolist() == b.ids.tolist() and a.scored.tolist() == b.scored.tolist()
     assert scored_texts(marked, a.ids, a.scored) == ["three of us<|endoftext|>", "Hello there<|endoftext|>"]
+
+
+@pytest.mark.parametrize("template", [DATED, DATED.replace(UNMARKED, PLAIN_TEMPLATE), DATED_BY_CALLER])
+def test_tokens_do_not_depend_on_the_day(template):
+    """A template that writes the date, as Llama 3.2's does, is told the same one always."""
+    tokenizer = bytes_tokenizer(template)
+    encoder = ChatEncoder(tokenizer, True, 500)
+    (encoded,) = encoder.encode([SHORT])
+    assert tokenizer.decode(encoded.ids).startswith("26 Jul 2024|")
+    assert scored_texts(tokenizer, encoded.ids, encoded.scored)[0].startswith("Hello")
+    assert encoder.settings()["date"] == "2024-07-26"
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, UNMARKED, "  " + CHATML, "\n\n" + UNMARKED, "\n  {% if 1 %}\n x\n{% endif %}"]
+)
+def test_a_stopped_clock_changes_nothing_else(template):
+    tokenizer = bytes_tokenizer(template)
+    assert ChatEncoder(tokenizer, False, 500)._render(SHORT) == tokenizer.apply_chat_template(SHORT, tokenize=False)
 
 
 def test_without_assistant_only_everything_is_scored():

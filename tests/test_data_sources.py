@@ -327,9 +327,21 @@ ERRORS = {
     "column missing in one row": ({"x.jsonl": GOOD + '{"b": 1}'}, {}, r"line 2: has no column 'text', only 'b'"),
     "wrong type": ({"x.json": '[{"text": ["a"]}]'}, {}, r"x.json, element 0: column 'text' must hold text, got list"),
     "not UTF-8": ({"x.txt": b"abc\xff"}, {}, r"x.txt: not UTF-8: byte 0xff at offset 3"),
+    "half of a surrogate pair": (
+        {"x.jsonl": GOOD + '{"text": "a\\ud800"}\n'},
+        {},
+        r"x.jsonl, line 2: column 'text' holds half of a surrogate pair, '\\ud800', which is no text",
+    ),
+    "half of a surrogate pair, held out": (
+        {"x.json": '[{"text": "\\udfff!"}]'},
+        {"eval_share": 0.5},
+        r"x.json, element 0: column 'text' holds half of a surrogate pair, '\\udfff'",
+    ),
     "not UTF-8 in a line": ({"x.jsonl": GOOD.encode() + b'"\xe9"'}, {}, rf"byte 0xe9 at offset {len(GOOD) + 1}"),
     "invalid JSON line": ({"x.jsonl": GOOD + "{'a'}"}, {}, r"x.jsonl, line 2: invalid JSON: .* \(column 2\)"),
     "invalid JSON array": ({"x.json": "[{},\n{]"}, {}, r"x.json, line 2: invalid JSON: "),
+    "nested too deeply": ({"x.jsonl": GOOD + "[" * 99999}, {}, r"x.jsonl, line 2: JSON that cannot be .*recursion"),
+    "too many digits": ({"x.json": f"[{'9' * 5000}]"}, {}, r"x.json: JSON that cannot be read: Exceeds the limit"),
     "no object": ({"x.jsonl": "[1]"}, {}, r"x.jsonl, line 1: must be an object with columns, got list"),
     "broken gzip": ({"x.txt.gz": b"no gzip"}, {}, r"x.txt.gz: not a complete gzip file"),
     "cut gzip": ({"x.jsonl.gz": gzip.compress(GOOD.encode() * 99)[:-9]}, {}, r"x.jsonl.gz: not a complete gzip file"),
@@ -355,6 +367,18 @@ def test_errors_name_the_field_or_the_place(files, fields, message, streaming, t
     with pytest.raises(ValueError, match=f"(?s){message}"):
         built = build(tokenizer, path, **fields, streaming=streaming)
         list(islice(built.train, 3))
+
+
+def test_half_of_a_surrogate_pair_in_a_conversation_is_named(tmp_path):
+    write(tmp_path / "x.jsonl", '{"messages": [{"role": "user", "content": "\\udc80"}]}')
+    with pytest.raises(ValueError, match="x.jsonl, line 1: column 'messages' holds half of a surrogate pair"):
+        list(training_texts(DataArguments(dataset_name=str(tmp_path / "x.jsonl"))))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path, tokenizer):
+    os.mkfifo(tmp_path / "x.jsonl")
+    with pytest.raises(ValueError, match=r"x.jsonl': is neither a file nor a folder"):
+        build(tokenizer, tmp_path / "x.jsonl")
 
 
 def test_fewer_rows_than_a_step_takes_are_an_error(tmp_path, tokenizer):

@@ -136,6 +136,13 @@ def test_values_take_the_type_of_their_field():
     assert read("--optim", "adamw_torch").training.optim == "adamw_torch"
 
 
+def test_steps_on_the_command_line_replace_the_epochs_of_the_file(file):
+    words = [*file("num_train_epochs: 3"), "--tokenizer", "somewhere"]
+    assert read_recipe(words).training.num_train_epochs == 3
+    short = read_recipe([*words, "--max_steps", "2"])
+    assert short.training.max_steps == 2 and "num_train_epochs" not in short.given
+
+
 def test_what_was_given_is_kept_for_the_record(file):
     recipe = read(*file("mode: pretrain\neval_share: 0.1\nweight_decay: 0.1\n"), "--hidden_size", "64")
     assert by_dataclass(recipe.given) == {
@@ -184,6 +191,17 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
         ("--sequence_length 0", "sequence_length=0: must be at least 1"),
         ("--per_device_train_batch_size 0", "per_device_train_batch_size=0: must be at least 1"),
         ("--seed true", "seed=True: must be an integer"),
+        ("--max_steps 0", "max_steps=0: must be at least 1, or -1 for whole epochs"),
+        ("--max_steps -5", "max_steps=-5: must be at least 1, or -1 for whole epochs"),
+        ("--tokenizer_vocab_size 1e9", "tokenizer_vocab_size=1000000000: must be 257 (a token for every"),
+        ("--tokenizer_vocab_size 256", "tokenizer_vocab_size=256: must be 257 (a token for every byte and one for"),
+        ("--hidden_size 32 --model_config.hidden_size 64", "model_config.hidden_size: is given twice, once as m"),
+        ("--num_train_epochs 0", "num_train_epochs=0: must be above 0"),
+        ("--output_dir=", "output_dir=None: must name a folder"),
+        ("--push_to_hub", "push_to_hub=True: would upload checkpoints that nobody checked"),
+        ("--max_steps 3 --num_train_epochs 2", "num_train_epochs=2: has no effect beside max_steps=3: give one of"),
+        ("--hub_token hf_secret", "hub_token: settings are written down with the run, so no secret; set HF_TOKEN"),
+        ("--window_dropout_warmup_steps 5", "window_dropout_warmup_steps=5: has no effect without window_dropout"),
         ("--packing maybe", "packing='maybe': must be true or false"),
         ("--model_config 3", "model_config=3: must be a mapping"),
         ("--learning_rate.x 3", "learning_rate.x='3': learning_rate is no mapping"),
@@ -219,7 +237,7 @@ def test_a_mistake_is_named_in_one_line(arguments, message, capsys):
     assert main([*words, "--tokenizer", "somewhere"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("tnt train: ") and error.count("\n") == 1
-    assert message in error
+    assert message in error and "hf_secret" not in error
 
 
 def test_a_new_model_needs_a_tokenizer():
@@ -227,6 +245,9 @@ def test_a_new_model_needs_a_tokenizer():
         read_recipe(["--model", "titans"])
     read_recipe(["--model", "titans", "--tokenizer_vocab_size", "300"])
     read_recipe(["--model", "some/folder"])
+    for field in ("model", "source"):  # whose tokens mean something already
+        with pytest.raises(ValueError, match="tokenizer_vocab_size=300: trains a tokenizer for a new model"):
+            read_recipe([f"--{field}", "some/folder", "--tokenizer_vocab_size", "300"])
 
 
 @pytest.mark.parametrize(
@@ -238,6 +259,7 @@ def test_a_new_model_needs_a_tokenizer():
         ("train_tokens: .inf\n", "train_tokens=inf: must be finite"),
         ("model: 3\n", "model=3: must be a string"),
         ("3: 4\n", "3=4: is no field"),
+        ("hidden_size: 8\nmodel_config: {hidden_size: 8}\n", "model_config.hidden_size: is given twice, once as mod"),
         ("local_chunk_sizes: [8]\nmodel_config: 8\n", "model_config=8: must be a mapping"),
     ],
 )

@@ -3,18 +3,27 @@ loss falls, and what was saved is what was trained."""
 
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tnt_hf import TNTForCausalLM
 from tnt_hf.conversion import LiZACallback, load_injected
+from tnt_hf.conversion.manifest import read_manifest
+from tnt_hf.recipes.checkpoints import latest_complete_checkpoint
+from tnt_hf.recipes.models import convert_once
+from tnt_hf.recipes.recipe_file import read_recipe
 from tnt_hf.recipes.train import main, prepare, train
 
 
@@ -193,7 +202,7 @@ def test_the_teacher_of_a_converted_folder_is_its_own_base_with_full_attention(t
     assert not torch.equal(logits(trainer.model), logits(source))  # it has a window
 
 
-def test_a_conversion_is_made_once_and_another_one_is_refused(teacher, capsys):
+def test_a_conversion_is_made_once_and_made_anew_until_a_run_has_saved(teacher, capsys):
     arguments = (
         f"--output_dir once --dataset_name text --mode distill --trainable memory --max_steps 1 {CONVERT} {COMMON}"
     )
@@ -203,8 +212,25 @@ def test_a_conversion_is_made_once_and_another_one_is_refused(teacher, capsys):
     prepare(arguments.split())
     assert "was converted before" in capsys.readouterr().out
     assert made == {path: path.stat().st_mtime_ns for path in Path("once/converted").iterdir()}
-    with pytest.raises(ValueError, match=r"window=8, not 9"):
-        prepare([*arguments.split(), "--convert.num", "9"][:-2] + ["--convert", "{window: 9}"])
+    other = [*arguments.split(), "--convert", "{keep_full_attention: [0]}"]
+    Path("once/checkpoint-1").mkdir()
+    Path("once/recipe.yaml").touch()
+    for words in (other, [*arguments.split(), "--seed", "1"]):
+        with pytest.raises(ValueError, match="once/converted is another conversion, the source or the arguments of"):
+            convert_once(read_recipe(words).model, Path("once/converted"), read_recipe(words).training.seed, print)
+    Path("once/checkpoint-1").rmdir()
+    prepare(other)
+    assert "converting teacher" in capsys.readouterr().out
+    assert read_manifest("once/converted")["conversion"]["asked"]["keep_full_attention"] == [0]
+    Path("moved").mkdir()
+    shutil.copytree("teacher", "moved/teacher", ignore=shutil.ignore_patterns("runs", "checkpoint-*"))
+    for _ in range(2):  # another checkpoint of the same name, and this one trained anew
+        prepare(["moved/teacher" if word == "teacher" else word for word in other])
+        assert "converting moved/teacher" in capsys.readouterr().out
+        os.utime("moved/teacher/model.safetensors")
+    Path("once/.converted.json").unlink()
+    with pytest.raises(ValueError, match="once/converted is another conversion, no run made it; choose another"):
+        prepare(other)
     with pytest.raises(ValueError, match=r"convert.windw=8: .* did you mean 'window'"):
         prepare([*arguments.split(), "--convert.windw", "8"])
 
@@ -289,6 +315,21 @@ def test_a_folder_of_something_else_is_left_alone(folder, capsys):
         ("--model teacher --dtype int8", "dtype='int8'"),
         (f"--model tnt {NEW} {MEMORY} --dtype bfloat16", "dtype='bfloat16': a new model starts in float32"),
         ("--mode distill --model teacher", "teacher=None"),
+        ("--model titan", "model='titan': (did you mean 'titans'?) "),
+        (
+            "--mode sft --model teacher --dataset_name talk.jsonl --mag_schedule.mode never",
+            "mag_schedule={'mode': 'never'}: ",
+        ),
+        ("--model teacher --inject.operator delta_rule --trainable lora --lora.rank 3", "lora={'rank': 3}: "),
+        (
+            "--model teacher --dataset_name text --eval_dataset_name none.txt",
+            "eval_dataset_name='none.txt', eval_split='train': ",
+        ),
+        ("--model runs/none", "model='runs/none': no such folder"),
+        ("--mode distill --model teacher --teacher ./none", "teacher='./none': no such folder"),
+        ("--model teacher --memory_learning_rate 1e-3", "memory_learning_rate=0.001: has no effect"),
+        (f"--model transformer {NEW} --gate_learning_rate 1e-3", "gate_learning_rate=0.001: has no effect"),
+        (f"--model tnt {NEW} {MEMORY} --chunk_size_schedule.1 4", "names step 1, but the run has 1 steps"),
         ("--mode sft --model teacher --dataset_name text", "messages"),
     ],
 )
@@ -298,6 +339,65 @@ def test_a_mistake_is_one_line_and_leaves_nothing(arguments, message, teacher, c
     error = capsys.readouterr().err.splitlines()[-1]  # after the bars of loading
     assert error.startswith("tnt train: ") and message in error
     assert not Path("broken").exists() or not any(Path("broken").iterdir())
+
+
+@pytest.mark.parametrize("left", [0, 5, 2000], ids=["empty", "half a header", "half the tensors"])
+@pytest.mark.parametrize("field", ["model", "source", "teacher", "a model of ours"])
+def test_damaged_weights_are_named_in_one_line(field, left, stage1, teacher, capsys):
+    good = Path("stage1" if field == "a model of ours" else "teacher")
+    bad = Path(f"bad-{good}-{left}")
+    if not bad.exists():
+        shutil.copytree(good, bad, ignore=shutil.ignore_patterns("runs", "checkpoint-*"))
+        os.truncate(bad / "model.safetensors", left)
+    arguments = {
+        "model": f"--model {bad}",
+        "a model of ours": f"--model {bad}",
+        "source": f"--mode distill --source {bad}",
+        "teacher": f"--mode distill --model teacher --teacher {bad}",
+    }[field]
+    assert main(f"{arguments} --output_dir broken --dataset_name text --max_steps 1 {COMMON}".split()) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("tnt train: ") and str(bad) in error
+    shutil.rmtree("broken", ignore_errors=True)
+
+
+def test_a_model_that_lacks_a_tensor_is_refused(teacher, capsys):
+    shutil.copytree("teacher", "lacking", ignore=shutil.ignore_patterns("runs", "checkpoint-*"))
+    rest = {name: x for name, x in tensors("teacher").items() if "layers.1.self_attn.q_proj" not in name}
+    save_file(rest, "lacking/model.safetensors", {"format": "pt"})
+    assert main(f"--model lacking --output_dir broken --dataset_name text --max_steps 1 {COMMON}".split()) == 2
+    assert "model='lacking': missing keys, the first is 'model.layers.1.self_attn.q_proj" in capsys.readouterr().err
+
+
+def test_attention_that_is_not_installed_is_named(teacher, capsys):
+    for start in ("--model teacher", f"--model llama {NEW}", f"--model tnt {NEW} {MEMORY}"):
+        arguments = f"{start} --attn_implementation flash_attention_2 --output_dir broken --dataset_name text {COMMON}"
+        assert main(arguments.split()) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("tnt train: ") and "flash_attention_2" in error
+
+
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(folder, capfd):
+    words = f"--dataset_name text --model tnt --max_steps 4000 {NEW} {MEMORY} {COMMON} --output_dir stopped".split()
+    words[words.index("--save_strategy") + 1] = "steps"
+    words += ["--save_steps", "2", "--save_total_limit", "1"]
+
+    def interrupt_after_a_checkpoint():
+        while not list(Path("stopped").glob("checkpoint-*/complete.json")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt_after_a_checkpoint)
+    thread.start()
+    assert main(words) == 130
+    thread.join()
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    told = re.fullmatch(
+        r"tnt train: stopped by the user after step (\d+); the same command goes on from checkpoint-(\d+)", error
+    )
+    assert told and int(told[2]) == 2 * (int(told[1]) // 2) > 0
+    assert "Traceback" not in error and not Path("stopped/.tnt-train.lock").exists()
+    assert latest_complete_checkpoint("stopped").name == f"checkpoint-{told[2]}"
 
 
 def test_a_model_of_other_shapes_is_refused(stage1, capsys):
@@ -329,6 +429,7 @@ def test_torchrun_trains_on_two_processes(folder):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("results are in two") == 1
+    assert not Path("two/.tnt-train.lock").exists()
     train([*arguments.split(), "--output_dir", "one"])
     one, both = tensors("one"), tensors("two")
     assert one.keys() == both.keys()

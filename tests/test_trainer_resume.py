@@ -16,7 +16,14 @@ from transformers import TrainerState
 
 from tnt_hf.conversion import lora_config
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule
-from tnt_hf.recipes.checkpoints import SEAL, checkpoints, delete_old_checkpoints, fault, latest_complete_checkpoint
+from tnt_hf.recipes.checkpoints import (
+    SEAL,
+    _differences,
+    checkpoints,
+    delete_old_checkpoints,
+    fault,
+    latest_complete_checkpoint,
+)
 
 
 SHORT = {"max_steps": 4, "save_steps": 2, "eval_on_start": False}
@@ -152,6 +159,14 @@ def test_a_run_that_has_ended_takes_no_further_step(copy, caplog):
     assert record["steps"] == 4 and record["metrics"] == metrics and record["tokens_trained"] == 4 * 4 * 32
 
 
+def test_a_run_that_has_ended_and_has_its_results_writes_none_of_them(copy):
+    """On a full disk they would be lost."""
+    times = {path: path.stat().st_mtime_ns for path in (copy / "model.safetensors", copy / "training.json")}
+    again = trainer(copy, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT)
+    assert again.fit() == json.loads((copy / "training.json").read_text())["metrics"]
+    assert times == {path: path.stat().st_mtime_ns for path in times}
+
+
 # --- the same run ---
 
 
@@ -181,6 +196,14 @@ def test_another_run_is_refused_and_the_setting_named(run, name):
         trainer(run, **SHORT | state | changes).fit()
     assert message in str(error.value) and "checkpoint-4" in str(error.value) and "\n" not in str(error.value)
     assert before == sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*") if "runs" not in path.parts)
+
+
+def test_other_data_is_told_in_words():
+    before, now = ({"data": {"data": x, "tokenizer": x, "packing": True}} for x in ("8bd6", "2f43"))
+    assert list(_differences(before, now)) == [
+        "dataset_name: the content of the data is not what it was when the run was begun",
+        "tokenizer: what it does is not what it was when the run was begun",
+    ]
 
 
 def test_another_schedule_of_chunk_sizes_is_refused(run):

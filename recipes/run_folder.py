@@ -1,0 +1,124 @@
+"""The folder of a run: whose it is, and that one run at a time writes to it."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+RESOLVED = "recipe.yaml"  # the settings of a run, in its output_dir
+LOCK = ".tnt-train.lock"
+# What may differ between a run and its continuation.
+FREE = (
+    "disable_tqdm", "eval_on_start", "eval_steps", "eval_strategy", "log_level", "logging_first_step", "logging_steps",
+    "memory_logging_steps", "output_dir", "plots", "report_to", "resume_from_checkpoint", "run_name", "save_steps",
+    "save_strategy", "save_total_limit",
+)  # fmt: skip
+# What a run leaves that ended before it saved anything to go on from: the folder is still free for another one.
+UNFINISHED = (RESOLVED, "converted", "gates.png", "loss.png", "runs", "training_log.jsonl")
+
+
+def check_output(output: Path, given: dict[str, Any]) -> None:
+    """
+    Whether a run with the settings `given` may use the folder `output`.
+
+    Raises:
+        ValueError: it holds files that no run wrote, or a checkpoint or a model of a run with other settings; or it
+            lies in the folder of the data.
+        FileExistsError: it is a file.
+    """
+    for field in ("dataset_name", "eval_dataset_name"):
+        data = Path(given.get(field) or "python-stdlib").expanduser()
+        if data.is_dir() and output.resolve().is_relative_to(data.resolve()):
+            raise ValueError(
+                f"output_dir={str(output)!r}: lies in {field}={given[field]!r}, so what the run writes would be read"
+                " as data; choose a folder outside"
+            )
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"output_dir={str(output)!r}: is a file")
+    found = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    found = {name for name in found if not name.startswith(".")}
+    if not found - {"converted"}:
+        return
+    if RESOLVED not in found:
+        raise ValueError(
+            f"output_dir={str(output)!r}: holds files of something else ({min(found - {'converted'})}), choose another"
+        )
+    if found <= {*UNFINISHED, "gates.png.partial", "loss.png.partial"}:
+        return
+    before = _settings(output)
+    for name in sorted({*before, *given} - set(FREE)):
+        if before.get(name) != given.get(name):
+            shown = ["the default" if name not in x else repr(x[name]) for x in (given, before)]
+            raise ValueError(
+                f"output_dir={str(output)!r}: belongs to another run, {name} is {shown[0]} and was {shown[1]}; choose"
+                " another output_dir, or delete it"
+            )
+
+
+def _settings(output: Path) -> dict[str, Any]:
+    """The settings of the run that `output` belongs to."""
+    from tnt_hf.settings import parse_yaml
+
+    try:
+        settings = parse_yaml((output / RESOLVED).read_text(encoding="utf-8"))
+        reason = None if isinstance(settings, dict) else "holds no mapping of fields"
+    except ValueError as error:  # also for bytes that are no text
+        reason = str(error)
+    if reason is not None:
+        raise ValueError(
+            f"output_dir={str(output)!r}: its {RESOLVED} {reason}, so nobody knows whose folder it is; choose another"
+        )
+    return settings
+
+
+def claim_output(output: Path, given: dict[str, Any]) -> None:
+    """Write the settings into the folder, as a recipe that repeats the run."""
+    import yaml
+
+    output.mkdir(parents=True, exist_ok=True)
+    partial = output / f".{RESOLVED}.partial"
+    partial.write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    os.replace(partial, output / RESOLVED)
+
+
+@contextmanager
+def sole_run(output: Path) -> Iterator[None]:
+    """
+    A context in which no other process may be in this context for the same folder, which is made if need be.
+
+    The lock is of the kind that belongs to one process and not to those it forks: it ends with the process, however
+    that ends, even where dataloader workers live for some seconds longer.
+
+    Raises:
+        ValueError: another run writes to the folder.
+        OSError: the folder cannot be made, or cannot be locked.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / LOCK
+    while True:
+        file = path.open("a")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                break
+        except FileNotFoundError:  # the run that held it has just ended and taken it away
+            pass
+        except (BlockingIOError, PermissionError) as error:
+            file.close()
+            raise ValueError(f"output_dir={str(output)!r}: another run is writing to it; wait, or end it") from error
+        file.close()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def check_unused(output: Path) -> None:
+    """Raises ValueError if a run is writing to `output`; leaves nothing there."""
+    if (output / LOCK).exists():
+        with sole_run(output):
+            pass

@@ -1,0 +1,124 @@
+"""Whose folder `output_dir` is: what a run may take, what it never touches, and that one at a time writes there."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tnt_hf.recipes.run_folder import LOCK, check_output, check_unused, claim_output, sole_run
+
+
+BEFORE, NOW = {"adam_beta1": 2, "seed": 1}, {"adam_beta1": 0.9, "seed": 1}
+
+
+@pytest.fixture
+def output(tmp_path):
+    """The folder of a run with the settings BEFORE that ended before it saved anything."""
+    folder = tmp_path / "run"
+    claim_output(folder, BEFORE)
+    return folder
+
+
+def write(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("something")
+
+
+def test_a_run_that_saved_nothing_leaves_its_folder_free(output):
+    check_output(output, NOW)
+    write(output / "runs" / "events", output / "converted" / "config.json", output / "training_log.jsonl")
+    write(output / "loss.png", output / "gates.png", output / "gates.png.partial", output / ".tnt-train.lock")
+    check_output(output, NOW)
+
+
+SAVED = ["checkpoint-5/complete.json", "checkpoint-5/config.json", "model.safetensors", "adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("name", [*SAVED, "training.json", "thesis.txt", "evaluation/x"])
+def test_what_a_run_saved_or_did_not_write_is_never_taken(output, name):
+    write(output / name)
+    with pytest.raises(ValueError, match="belongs to another run, adam_beta1 is 0.9 and was 2; choose another outp"):
+        check_output(output, NOW)
+    check_output(output, BEFORE)  # the run itself goes on
+
+
+def test_without_settings_it_is_somebody_elses(output):
+    (output / "recipe.yaml").unlink()
+    write(output / "converted" / "config.json")
+    check_output(output, NOW)  # a conversion is made before the folder is claimed
+    write(output / "loss.png")
+    with pytest.raises(ValueError, match=r"holds files of something else \(loss.png\), choose another"):
+        check_output(output, NOW)
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "a: [\n", "\x00"])
+def test_settings_that_cannot_be_read_are_nobodys(output, text):
+    (output / "recipe.yaml").write_text(text)
+    write(output / "model.safetensors")
+    with pytest.raises(ValueError, match="its recipe.yaml .* nobody knows whose folder it is; choose another"):
+        check_output(output, NOW)
+
+
+@pytest.mark.parametrize("field", ["dataset_name", "eval_dataset_name"])
+def test_a_run_does_not_write_into_its_data(tmp_path, field, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(Path("data/a.txt"), Path("data2/b.txt"))
+    Path("link").symlink_to("data")
+    for place in ("data", "data/run", "data/deep/run", "link/run", "data2/../data/run"):
+        with pytest.raises(ValueError, match=f"lies in {field}='data', so what the run writes would be read as data"):
+            check_output(Path(place), {field: "data"})
+    check_output(Path("data2/run"), {field: "data"})
+    check_output(Path("data3"), {field: "user/data"})
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from tnt_hf.recipes.run_folder import sole_run
+with sole_run(Path(sys.argv[1])):
+    child = os.fork()  # as dataloader workers are made, which outlive a killed run for seconds
+    if not child:
+        os.close(1)
+        time.sleep(60)
+        os._exit(0)
+    print(child, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_run_at_a_time_and_a_killed_one_is_none(tmp_path):
+    output = tmp_path / "run"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, output], stdout=subprocess.PIPE, text=True)
+    child = int(holder.stdout.readline())
+    try:
+        for enter in (sole_run(output).__enter__, lambda: check_unused(output)):
+            with pytest.raises(ValueError, match="run': another run is writing to it; wait, or end it"):
+                enter()
+        assert (output / LOCK).exists()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        os.kill(child, 0)  # lives
+        with sole_run(output):
+            assert (output / LOCK).exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.kill()
+        holder.wait()
+    assert not list(output.iterdir())
+
+
+def test_looking_whether_a_folder_is_used_makes_nothing(tmp_path):
+    check_unused(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / LOCK).write_text("")  # left by a run that was killed
+    check_unused(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_settings_are_a_recipe(output):
+    assert (output / "recipe.yaml").read_text() == "adam_beta1: 2\nseed: 1\n"
+    assert [path.name for path in output.iterdir()] == ["recipe.yaml"]
