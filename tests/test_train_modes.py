@@ -377,8 +377,16 @@ def test_attention_that_is_not_installed_is_named(teacher, capsys):
         assert error.startswith("tnt train: ") and "flash_attention_2" in error
 
 
-def test_ctrl_c_is_one_line_and_the_same_command_goes_on(folder, capfd):
-    words = f"--dataset_name text --model tnt --max_steps 4000 {NEW} {MEMORY} {COMMON} --output_dir stopped".split()
+@pytest.fixture
+def interruptible():
+    """SIGINT as a program has it; workers of pytest-xdist ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(folder, capfd, interruptible):
+    words = f"--dataset_name text --model tnt --max_steps 500 {NEW} {MEMORY} {COMMON} --output_dir stopped".split()
     words[words.index("--save_strategy") + 1] = "steps"
     words += ["--save_steps", "2", "--save_total_limit", "1"]
 
@@ -387,7 +395,7 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(folder, capfd):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt_after_a_checkpoint)
+    thread = threading.Thread(target=interrupt_after_a_checkpoint, daemon=True)
     thread.start()
     assert main(words) == 130
     thread.join()
