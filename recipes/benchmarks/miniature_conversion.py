@@ -143,8 +143,7 @@ def train_all(options: argparse.Namespace, plan: ConversionPlan) -> None:
             source.mkdir(parents=True, exist_ok=True)
             data.tokenizer.save_pretrained(source)
             rows = shuffled(data.train, mine.teacher_steps * mine.teacher_batch_size, seed).numpy()
-            found = train_source(mine, len(data.tokenizer), rows, data.held_out.numpy(), source, Told(tell))
-            torch.set_num_threads(1)
+            found = train_source(mine, len(data.tokenizer), rows, data.held_out.numpy(), source, Told(tell), threads=1)
             return common | {"parameters": found["parameters"], "rows": {SOURCE: measured(found["held_out"])}}
         if not (source / "config.json").is_file():
             raise ValueError(
