@@ -18,10 +18,10 @@ from tnt_hf import TNTConfig, TNTForCausalLM, __version__
 
 from .architectures import architecture_of
 from .families import FAMILIES, family_of, tnt_config
+from .files import flush, sha256
 from .injected_attention import is_injected
 from .injection_config import LiZAConfig, TNTInjectionConfig
 from .manifest import MANIFEST, file_entry, write_manifest
-from .shards import flush, sha256
 from .staging import Staging, check_target
 
 
