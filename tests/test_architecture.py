@@ -23,8 +23,9 @@ PACKAGES = {
     "tnt_hf.model_cards": ROOT / "model_cards",
 }
 
-# Files that travel with every checkpoint -> the siblings each may import. Three are split by job: network,
-# coefficients, grid and scan belong to memory_tnt (torch only), costs to configuration_tnt, branch to modeling_tnt.
+# Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, grid,
+# coefficients, network, scan, block, reverse and projection belong to memory_tnt (torch only), kernels_*_tnt to
+# kernels_tnt, costs to configuration_tnt, branch to modeling_tnt.
 ARROWS = {
     "configuration_tnt": set(),
     "costs_tnt": {"configuration_tnt"},
@@ -34,11 +35,20 @@ ARROWS = {
     "scan_tnt": {"network_tnt", "coefficients_tnt"},
     "block_tnt": {"network_tnt", "coefficients_tnt", "scan_tnt"},
     "reverse_tnt": {"network_tnt", "coefficients_tnt", "scan_tnt", "block_tnt"},
-    "memory_tnt": {"network_tnt", "coefficients_tnt", "grid_tnt", "scan_tnt", "reverse_tnt"},
-    "kernels_tnt": set(),
+    "inputs_tnt": set(),
+    "projection_tnt": {"grid_tnt", "inputs_tnt"},
+    "memory_tnt": {
+        "inputs_tnt",
+        "network_tnt",
+        "coefficients_tnt",
+        "grid_tnt",
+        "scan_tnt",
+        "reverse_tnt",
+        "projection_tnt",
+    },
     "cache_tnt": {"configuration_tnt", "costs_tnt", "memory_tnt"},
-    "branch_tnt": {"configuration_tnt", "memory_tnt", "kernels_tnt", "cache_tnt"},
-    "modeling_tnt": {"configuration_tnt", "memory_tnt", "kernels_tnt", "cache_tnt", "branch_tnt"},
+    "branch_tnt": {"configuration_tnt", "memory_tnt", "projection_tnt", "cache_tnt"},
+    "modeling_tnt": {"configuration_tnt", "memory_tnt", "cache_tnt", "branch_tnt"},
 }
 TORCH_ONLY = {name for name, siblings in ARROWS.items() if "configuration_tnt" not in siblings} - {"configuration_tnt"}
 HUB_PACKAGES = {"torch", "transformers", "huggingface_hub", "safetensors"}

@@ -4,7 +4,8 @@ import pytest
 import torch
 from test_memory import make_inputs
 
-from tnt_hf.memory_tnt import memory_chunkwise, project_queries
+from tnt_hf.memory_tnt import memory_chunkwise
+from tnt_hf.projection_tnt import project_queries
 
 
 @pytest.mark.parametrize(

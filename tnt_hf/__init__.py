@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .cache_tnt import TNTCache
     from .configuration_tnt import TNTConfig
     from .costs_tnt import flops_per_token, memory_state_bytes
-    from .memory_tnt import MemoryState, memory_chunkwise, memory_naive, project_queries
+    from .memory_tnt import MemoryState, memory_chunkwise, memory_naive
     from .modeling_tnt import (
         TNTForCausalLM,
         TNTForQuestionAnswering,
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         TNTModel,
         TNTPreTrainedModel,
     )
+    from .projection_tnt import project_queries
 
 __version__ = "0.1.0"
 
@@ -39,7 +40,8 @@ _MODULES = {
     "TNTCache": "cache_tnt",
     "flops_per_token": "costs_tnt",
     "memory_state_bytes": "costs_tnt",
-    **dict.fromkeys(("MemoryState", "memory_chunkwise", "memory_naive", "project_queries"), "memory_tnt"),
+    **dict.fromkeys(("MemoryState", "memory_chunkwise", "memory_naive"), "memory_tnt"),
+    "project_queries": "projection_tnt",
     **dict.fromkeys((*_AUTO_CLASSES.values(), "TNTPreTrainedModel"), "modeling_tnt"),
 }
 __all__ = [

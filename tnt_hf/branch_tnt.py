@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache
 
 from .cache_tnt import LayerState, StateLayout
 from .configuration_tnt import MemorySpec, TNTConfig
-from .memory_tnt import MemoryState, memory_chunkwise, project_queries
+from .memory_tnt import MemoryState, memory_chunkwise
+from .projection_tnt import project_queries
 
 
 CAP_TOKENS = 64  # see `lr_factors`

@@ -141,3 +141,9 @@ def ragged_grid(
         0)[order],
         rank[row[:, -1]], end_time, slots.flatten(), tokens, True,
     )  # fmt: skip
+
+
+def rows_of(q: Tensor, mask: Tensor | None, segment_ids: Tensor | None, time: Tensor | None):
+    """The first three arguments of `ragged_grid` where any of them may be absent."""
+    present = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
+    return present, segment_ids, torch.zeros(len(q), dtype=torch.long, device=q.device) if time is None else time

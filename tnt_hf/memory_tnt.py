@@ -28,8 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .coefficients_tnt import BoundedCoef, chunk_coefficients
-from .grid_tnt import dense_grid, ragged_grid
+from .grid_tnt import dense_grid, ragged_grid, rows_of
+from .inputs_tnt import check_inputs, check_positive
 from .network_tnt import Net, apply_net, bounded, inner_gradient, inner_offset
+from .projection_tnt import project_queries
 from .reverse_tnt import ChunkScan
 from .scan_tnt import Plan, scan
 
@@ -38,7 +40,6 @@ ACTIVATIONS = ("silu", "gelu")
 READS = ("current", "chunk_start")
 PROJECTIONS = ("none", "shard", "chunk")
 DECAY_TARGETS = ("init", "zero")
-PROJECTION_CHUNK = 64  # tokens; the projection does not depend on it, 64 balances its two matrix products
 
 
 @dataclass
@@ -197,126 +198,6 @@ def _where_state(rows: Tensor, new: MemoryState, old: MemoryState) -> MemoryStat
     )
 
 
-# -------------------------------------------------------------------------------------------------- the Q-K projection
-
-
-class _RunningProjection(torch.autograd.Function):
-    """q_t M_t with M_t = M_0 + sum_{i<=t} u_i^T u_i for unit keys u: linear attention with k = v. Backward undoes M
-    chunk by chunk."""
-
-    @staticmethod
-    def forward(ctx, counts, starts, groups, q, u, M):
-        out, M = torch.zeros_like(q), M.clone()
-        for n, first in zip(counts, starts):
-            here = slice(first, first + n)
-            pairs = _causal(q[here] @ u[here].transpose(1, 2), groups)
-            out[here] = torch.baddbmm(pairs @ u[here], q[here], M[:n])
-            M[:n].baddbmm_(u[here].transpose(1, 2), u[here])
-        ctx.save_for_backward(q, u, M)
-        ctx.grid = counts, starts, groups
-        return out, M.clone() if ctx.needs_input_grad[4] else M
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out, d_M):
-        q, u, M = ctx.saved_tensors
-        counts, starts, groups = ctx.grid
-        M, d_M, d_q, d_u = M.clone(), d_M.clone(), torch.zeros_like(q), torch.zeros_like(u)
-        for n, first in zip(reversed(counts), reversed(starts)):
-            here = slice(first, first + n)
-            x, y, d = q[here], u[here], d_out[here]
-            M[:n].baddbmm_(y.transpose(1, 2), y, alpha=-1)
-            d_pairs = _causal(d @ y.transpose(1, 2), groups)
-            d_q[here] = torch.baddbmm(d_pairs @ y, d, M[:n].transpose(1, 2))
-            pairs = _causal(x @ y.transpose(1, 2), groups)
-            d_u[here] = (
-                d_pairs.transpose(1, 2) @ x + pairs.transpose(1, 2) @ d + y @ (d_M[:n] + d_M[:n].transpose(1, 2))
-            )
-            d_M[:n].baddbmm_(x.transpose(1, 2), d)
-        return None, None, None, d_q, d_u, d_M
-
-
-def _causal(pairs: Tensor, groups: int) -> Tensor:
-    """Zero the pairs (token t of any query head, later token i) of [P, C G, C]."""
-    return (
-        pairs.tril()
-        if groups == 1
-        else pairs.unflatten(1, (-1, groups)).transpose(1, 2).tril().transpose(1, 2).flatten(1, 2)
-    )
-
-
-def project_queries(
-    q: Tensor,
-    k: Tensor,
-    *,
-    reset_interval: int | None,
-    normalize: bool = True,
-    mask: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    initial_state: tuple[Tensor, Tensor] | None = None,
-    output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """The Q-K projection of TNT (Appendix C-D): q~_t = q_t M_t, M_t = sum of k^T k / |k|^2 from the last reset to t
-    inclusive.
-
-    It does not depend on a chunk size, so memories that share a reset interval share one call.
-
-    Args:
-        q: `[B, T, Hq, K]` queries, Hq a multiple of H. k: `[B, T, H, K]` keys.
-        reset_interval: tokens of memory time between resets of M, `None` = never.
-        normalize: L2-normalise q~ (|q M| grows with the shard; `False` is the paper).
-        mask, segment_ids: `[B, T]`, as in `memory_chunkwise`.
-        initial_state: `(M [B, H, K, K], time [B])` before the first token.
-
-    Returns:
-        `(q~ [B, T, Hq, K] in q's dtype, M [B, H, K, K] or None)`.
-
-    Raises:
-        ValueError: a shape, dtype or `reset_interval` that does not fit, with its name and value.
-    """
-    _check_tensor("q", q, (None, None, None, None))
-    _check_tensor("k", k, (q.shape[0], q.shape[1], None, q.shape[3]))
-    _check_positive("reset_interval", reset_interval, optional=True)
-    _check_rows(q, k, mask, segment_ids)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
-        run = _project_one if q.shape[1] == 1 and initial_state is not None and segment_ids is None else _project_many
-        return run(q, k, dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state)
-
-
-def _project_one(q, k, dtype, interval, normalize, mask, _, initial_state, output_final_state):
-    M, time = initial_state
-    u = F.normalize(k.to(dtype)[:, 0, :, None], dim=-1)
-    old = M if interval is None else M * (time % interval != 0).view(-1, 1, 1, 1)
-    new = torch.addcmul(old, u.transpose(-1, -2), u)
-    out = q.to(dtype)[:, 0].unflatten(1, (k.shape[2], -1)) @ new
-    out = F.normalize(out, dim=-1) if normalize else out
-    if mask is not None:
-        present = mask.view(-1, 1, 1, 1)
-        out, new = out * present, torch.where(present, new, M)
-    return out.flatten(1, 2)[:, None].to(q.dtype), new if output_final_state else None
-
-
-@torch.compiler.disable
-def _project_many(q, k, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state):
-    B, T, Hq, K = q.shape
-    H = k.shape[2]
-    C = min(PROJECTION_CHUNK, interval or PROJECTION_CHUNK)
-    M, time = initial_state or (None, None)
-    if mask is None and segment_ids is None and M is None and (interval or C) % C == 0:
-        grid = dense_grid(B, T, C, interval, q.device)
-    else:
-        grid = ragged_grid(*_rows(q, mask, segment_ids, time), C, interval, align=False)
-    x = grid.gather(q.to(dtype).unflatten(2, (H, -1))).flatten(0, 1).flatten(1, 2)
-    u = F.normalize(grid.gather(k.to(dtype)), dim=-1).flatten(0, 1)
-    M = grid.rowwise(x.new_zeros(H, K, K), M)
-    counts, starts = ([n * H for n in y] for y in (grid.counts, grid.starts))
-    out, M = _RunningProjection.apply(counts, starts, Hq // H, x, u, M)
-    out = F.normalize(out, dim=-1) if normalize else out
-    out = grid.scatter(out.unflatten(1, (C, -1)).unflatten(0, (-1, H))).flatten(2, 3)
-    return out.to(q.dtype), M.unflatten(0, (-1, H))[grid.last_row] if output_final_state else None
-
-
 # ---------------------------------------------------------------------------------------------------------- public ops
 
 
@@ -388,7 +269,7 @@ def memory_chunkwise(
     Raises:
         ValueError: a shape, dtype, option or combination that does not fit, with its name and value.
     """
-    _check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, initial_state)
+    check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, initial_state)
     for name, value, allowed in (
         ("read", read, READS),
         ("query_projection", query_projection, PROJECTIONS),
@@ -400,8 +281,8 @@ def memory_chunkwise(
     ):
         if not any(value is x or (type(value) is type(x) and value == x) for x in allowed):
             raise ValueError(f"{name} must be one of {allowed} in this version, got {value!r}")
-    _check_positive("chunk_size", chunk_size)
-    _check_positive("reset_interval", reset_interval, optional=True)
+    check_positive("chunk_size", chunk_size)
+    check_positive("reset_interval", reset_interval, optional=True)
     if reset_interval is not None and reset_interval % chunk_size:
         raise ValueError(f"reset_interval must be a multiple of chunk_size={chunk_size} tokens, got {reset_interval}")
     if grad_bound is not None and not 0 < grad_bound < math.inf:
@@ -450,11 +331,6 @@ def memory_chunkwise(
     return (*result, loss.detach()) if output_surprise else result
 
 
-def _rows(q: Tensor, mask: Tensor | None, segment_ids: Tensor | None, time: Tensor | None):
-    present = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
-    return present, segment_ids, torch.zeros(len(q), dtype=torch.long, device=q.device) if time is None else time
-
-
 @torch.compiler.disable
 def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_ids, state):
     B, T, Hq, _ = q.shape
@@ -469,7 +345,7 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
     if mask is None and segment_ids is None and state is None:
         grid = dense_grid(B, T, C, interval, q.device)
     else:
-        grid = ragged_grid(*_rows(q, mask, segment_ids, given.time), C, interval)
+        grid = ragged_grid(*rows_of(q, mask, segment_ids, given.time), C, interval)
 
     def programs(x):  # [B, T, H, ...] -> [N H, C, ...]
         return grid.gather(x).flatten(0, 1)
@@ -521,76 +397,3 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
         state = MemoryState(W, W if C == 1 else xi, S, M, grid.time)
     o = grid.scatter(o.unflatten(1, (C, -1)).unflatten(0, (-1, H))).flatten(2, 3)
     return o, state, loss if loss is None else grid.scatter(loss.unflatten(0, (-1, H)))
-
-
-# ---------------------------------------------------------------------------------------------------------- validation
-
-
-def _check_tensor(name: str, x: Tensor, shape: tuple) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ValueError(
-            f"{name} must be a floating point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}"
-        )
-    if x.dim() != len(shape) or any(want not in (None, have) for want, have in zip(shape, x.shape)):
-        raise ValueError(f"{name} must have shape {['*' if n is None else n for n in shape]}, got {list(x.shape)}")
-    if 0 in x.shape:
-        raise ValueError(f"{name} must not be empty, got shape {list(x.shape)}")
-
-
-def _check_positive(name: str, value, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive number of tokens{' or None' if optional else ''}, got {value!r}")
-
-
-def _check_rows(q: Tensor, k: Tensor, mask, segment_ids) -> None:
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"q must have a multiple of k's {k.shape[2]} heads, got {q.shape[2]}")
-    for name, x in (("mask", mask), ("segment_ids", segment_ids)):
-        if x is not None and tuple(x.shape) != tuple(q.shape[:2]):
-            raise ValueError(f"{name} must have shape {list(q.shape[:2])}, got {list(x.shape)}")
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool (False = absent), got {mask.dtype}")
-    if segment_ids is not None and (segment_ids.is_floating_point() or segment_ids.dtype == torch.bool):
-        raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
-
-
-def _check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, state) -> None:
-    _check_tensor("q", q, (None, None, None, None))
-    B, T, _, K = q.shape
-    _check_tensor("k", k, (B, T, None, K))
-    H = k.shape[2]
-    _check_tensor("v", v, (B, T, H, None))
-    for name, x in (("lr", lr), ("momentum", momentum), ("decay", decay)):
-        if x is not None or name == "lr":
-            _check_tensor(name, x, (B, T, H))
-    _check_rows(q, k, mask, segment_ids)
-    if not weights:
-        raise ValueError(f"weights must hold at least one layer, got {weights!r}")
-    width = K
-    for i, w in enumerate(weights):
-        _check_tensor(f"weights[{i}]", w, (H, width, v.shape[3] if i == len(weights) - 1 else None))
-        width = w.shape[2]
-    if residual and K != v.shape[3]:
-        raise ValueError(f"residual=True needs keys and values of one width, got K={K}, V={v.shape[3]}")
-    if layernorm is not None:
-        if len(layernorm) != 3 or not layernorm[2] > 0:
-            raise ValueError(f"layernorm must be (gain, bias, eps > 0), got eps={layernorm[-1]!r}")
-        _check_tensor("layernorm gain", layernorm[0], (H, v.shape[3]))
-        _check_tensor("layernorm bias", layernorm[1], (H, v.shape[3]))
-    if state is not None:
-        for name in ("weights", "chunk_weights", "momentum"):
-            tensors = getattr(state, name)
-            if tensors is None and name == "momentum":
-                continue
-            if len(tensors) != len(weights):
-                raise ValueError(f"initial_state.{name} must hold {len(weights)} layers, got {len(tensors)}")
-            for i, (x, w) in enumerate(zip(tensors, weights)):
-                _check_tensor(f"initial_state.{name}[{i}]", x, (B, *w.shape))
-        if state.projection is not None:
-            _check_tensor("initial_state.projection", state.projection, (B, H, K, K))
-        if tuple(state.time.shape) != (B,) or state.time.dtype != torch.long:
-            raise ValueError(
-                f"initial_state.time must be int64 [{B}], got {state.time.dtype} {list(state.time.shape)}"
-            )

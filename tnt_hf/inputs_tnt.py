@@ -1,0 +1,84 @@
+"""The checks of the memory's public ops: every argument's shape, dtype and range, before any compute.
+
+Axis legend
+    B batch   T tokens   H memory (key/value) heads   Hq query heads   K key width   V value width   L layers
+
+Each raises a `ValueError` that names the argument and what it got. Travels with every pushed checkpoint.
+"""
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(name: str, x: Tensor, shape: tuple) -> None:
+    """`name` is a floating point tensor of `shape` (`None`: any size) that is not empty."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise ValueError(
+            f"{name} must be a floating point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}"
+        )
+    if x.dim() != len(shape) or any(want not in (None, have) for want, have in zip(shape, x.shape)):
+        raise ValueError(f"{name} must have shape {['*' if n is None else n for n in shape]}, got {list(x.shape)}")
+    if 0 in x.shape:
+        raise ValueError(f"{name} must not be empty, got shape {list(x.shape)}")
+
+
+def check_positive(name: str, value, optional: bool = False) -> None:
+    """`value` counts tokens: an int of at least 1, or `None` where that is allowed."""
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive number of tokens{' or None' if optional else ''}, got {value!r}")
+
+
+def check_rows(q: Tensor, k: Tensor, mask, segment_ids) -> None:
+    """Query heads fit the key heads; mask `[B, T]` is bool, segment_ids `[B, T]` integers."""
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"q must have a multiple of k's {k.shape[2]} heads, got {q.shape[2]}")
+    for name, x in (("mask", mask), ("segment_ids", segment_ids)):
+        if x is not None and tuple(x.shape) != tuple(q.shape[:2]):
+            raise ValueError(f"{name} must have shape {list(q.shape[:2])}, got {list(x.shape)}")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool (False = absent), got {mask.dtype}")
+    if segment_ids is not None and (segment_ids.is_floating_point() or segment_ids.dtype == torch.bool):
+        raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
+
+
+def check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, state) -> None:
+    """All tensors of `memory_chunkwise` against each other."""
+    check_tensor("q", q, (None, None, None, None))
+    B, T, _, K = q.shape
+    check_tensor("k", k, (B, T, None, K))
+    H = k.shape[2]
+    check_tensor("v", v, (B, T, H, None))
+    for name, x in (("lr", lr), ("momentum", momentum), ("decay", decay)):
+        if x is not None or name == "lr":
+            check_tensor(name, x, (B, T, H))
+    check_rows(q, k, mask, segment_ids)
+    if not weights:
+        raise ValueError(f"weights must hold at least one layer, got {weights!r}")
+    width = K
+    for i, w in enumerate(weights):
+        check_tensor(f"weights[{i}]", w, (H, width, v.shape[3] if i == len(weights) - 1 else None))
+        width = w.shape[2]
+    if residual and K != v.shape[3]:
+        raise ValueError(f"residual=True needs keys and values of one width, got K={K}, V={v.shape[3]}")
+    if layernorm is not None:
+        if len(layernorm) != 3 or not layernorm[2] > 0:
+            raise ValueError(f"layernorm must be (gain, bias, eps > 0), got eps={layernorm[-1]!r}")
+        check_tensor("layernorm gain", layernorm[0], (H, v.shape[3]))
+        check_tensor("layernorm bias", layernorm[1], (H, v.shape[3]))
+    if state is not None:
+        for name in ("weights", "chunk_weights", "momentum"):
+            tensors = getattr(state, name)
+            if tensors is None and name == "momentum":
+                continue
+            if len(tensors) != len(weights):
+                raise ValueError(f"initial_state.{name} must hold {len(weights)} layers, got {len(tensors)}")
+            for i, (x, w) in enumerate(zip(tensors, weights)):
+                check_tensor(f"initial_state.{name}[{i}]", x, (B, *w.shape))
+        if state.projection is not None:
+            check_tensor("initial_state.projection", state.projection, (B, H, K, K))
+        if tuple(state.time.shape) != (B,) or state.time.dtype != torch.int64:
+            raise ValueError(
+                f"initial_state.time must be int64 [{B}], got {state.time.dtype} {list(state.time.shape)}"
+            )

@@ -1,0 +1,136 @@
+"""The Q-K projection of TNT (Appendix C-D): q_t M_t, M_t = sum of k^T k / |k|^2 since the last reset.
+
+Axis legend
+    B batch   T tokens   H memory (key/value) heads   G query heads per memory head (Hq = H G)   K key width
+    C tokens per chunk   N chunks of all rows
+
+It is plain linear attention with k = v and does not depend on a memory's chunk size, so memories that share a reset
+interval share one call. Travels with every pushed checkpoint.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .grid_tnt import dense_grid, ragged_grid, rows_of
+from .inputs_tnt import check_positive, check_rows, check_tensor
+
+
+PROJECTION_CHUNK = 64  # tokens; the projection does not depend on it, 64 balances its two matrix products
+
+
+class _RunningProjection(torch.autograd.Function):
+    """q_t M_t with M_t = M_0 + sum_{i<=t} u_i^T u_i for unit keys u: linear attention with k = v. Backward undoes M
+    chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx, counts, starts, groups, q, u, M):
+        out, M = torch.zeros_like(q), M.clone()
+        for n, first in zip(counts, starts):
+            here = slice(first, first + n)
+            pairs = _causal(q[here] @ u[here].transpose(1, 2), groups)
+            out[here] = torch.baddbmm(pairs @ u[here], q[here], M[:n])
+            M[:n].baddbmm_(u[here].transpose(1, 2), u[here])
+        ctx.save_for_backward(q, u, M)
+        ctx.grid = counts, starts, groups
+        return out, M.clone() if ctx.needs_input_grad[4] else M
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out, d_M):
+        q, u, M = ctx.saved_tensors
+        counts, starts, groups = ctx.grid
+        M, d_M, d_q, d_u = M.clone(), d_M.clone(), torch.zeros_like(q), torch.zeros_like(u)
+        for n, first in zip(reversed(counts), reversed(starts)):
+            here = slice(first, first + n)
+            x, y, d = q[here], u[here], d_out[here]
+            M[:n].baddbmm_(y.transpose(1, 2), y, alpha=-1)
+            d_pairs = _causal(d @ y.transpose(1, 2), groups)
+            d_q[here] = torch.baddbmm(d_pairs @ y, d, M[:n].transpose(1, 2))
+            pairs = _causal(x @ y.transpose(1, 2), groups)
+            d_u[here] = (
+                d_pairs.transpose(1, 2) @ x + pairs.transpose(1, 2) @ d + y @ (d_M[:n] + d_M[:n].transpose(1, 2))
+            )
+            d_M[:n].baddbmm_(x.transpose(1, 2), d)
+        return None, None, None, d_q, d_u, d_M
+
+
+def _causal(pairs: Tensor, groups: int) -> Tensor:
+    """Zero the pairs (token t of any query head, later token i) of [P, C G, C]."""
+    return (
+        pairs.tril()
+        if groups == 1
+        else pairs.unflatten(1, (-1, groups)).transpose(1, 2).tril().transpose(1, 2).flatten(1, 2)
+    )
+
+
+def project_queries(
+    q: Tensor,
+    k: Tensor,
+    *,
+    reset_interval: int | None,
+    normalize: bool = True,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The Q-K projection of TNT (Appendix C-D): q~_t = q_t M_t, M_t = sum of k^T k / |k|^2 from the last reset to t
+    inclusive.
+
+    It does not depend on a chunk size, so memories that share a reset interval share one call.
+
+    Args:
+        q: `[B, T, Hq, K]` queries, Hq a multiple of H. k: `[B, T, H, K]` keys.
+        reset_interval: tokens of memory time between resets of M, `None` = never.
+        normalize: L2-normalise q~ (|q M| grows with the shard; `False` is the paper).
+        mask, segment_ids: `[B, T]`, as in `memory_chunkwise`.
+        initial_state: `(M [B, H, K, K], time [B])` before the first token.
+
+    Returns:
+        `(q~ [B, T, Hq, K] in q's dtype, M [B, H, K, K] or None)`.
+
+    Raises:
+        ValueError: a shape, dtype or `reset_interval` that does not fit, with its name and value.
+    """
+    check_tensor("q", q, (None, None, None, None))
+    check_tensor("k", k, (q.shape[0], q.shape[1], None, q.shape[3]))
+    check_positive("reset_interval", reset_interval, optional=True)
+    check_rows(q, k, mask, segment_ids)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        run = _project_one if q.shape[1] == 1 and initial_state is not None and segment_ids is None else _project_many
+        return run(q, k, dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state)
+
+
+def _project_one(q, k, dtype, interval, normalize, mask, _, initial_state, output_final_state):
+    M, time = initial_state
+    u = F.normalize(k.to(dtype)[:, 0, :, None], dim=-1)
+    old = M if interval is None else M * (time % interval != 0).view(-1, 1, 1, 1)
+    new = torch.addcmul(old, u.transpose(-1, -2), u)
+    out = q.to(dtype)[:, 0].unflatten(1, (k.shape[2], -1)) @ new
+    out = F.normalize(out, dim=-1) if normalize else out
+    if mask is not None:
+        present = mask.view(-1, 1, 1, 1)
+        out, new = out * present, torch.where(present, new, M)
+    return out.flatten(1, 2)[:, None].to(q.dtype), new if output_final_state else None
+
+
+@torch.compiler.disable
+def _project_many(q, k, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state):
+    B, T, Hq, K = q.shape
+    H = k.shape[2]
+    C = min(PROJECTION_CHUNK, interval or PROJECTION_CHUNK)
+    M, time = initial_state or (None, None)
+    if mask is None and segment_ids is None and M is None and (interval or C) % C == 0:
+        grid = dense_grid(B, T, C, interval, q.device)
+    else:
+        grid = ragged_grid(*rows_of(q, mask, segment_ids, time), C, interval, align=False)
+    x = grid.gather(q.to(dtype).unflatten(2, (H, -1))).flatten(0, 1).flatten(1, 2)
+    u = F.normalize(grid.gather(k.to(dtype)), dim=-1).flatten(0, 1)
+    M = grid.rowwise(x.new_zeros(H, K, K), M)
+    counts, starts = ([n * H for n in y] for y in (grid.counts, grid.starts))
+    out, M = _RunningProjection.apply(counts, starts, Hq // H, x, u, M)
+    out = F.normalize(out, dim=-1) if normalize else out
+    out = grid.scatter(out.unflatten(1, (C, -1)).unflatten(0, (-1, H))).flatten(2, 3)
+    return out.to(q.dtype), M.unflatten(0, (-1, H))[grid.last_row] if output_final_state else None
