@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tnt_hf.conversion.files import flush
 from tnt_hf.conversion.schedules import LiZACallback
 
 
@@ -57,7 +58,7 @@ def seal(folder: Path, run: dict[str, Any]) -> None:
     """Declare the checkpoint in `folder` complete, once every process has written its part. `run` is [`run_state`]."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEAL)
     for path in [*files, folder]:
-        _to_disk(path)
+        flush(path)
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
     write_json(folder / SEAL, {"format": FORMAT, "files": sizes, "run": run})
 
@@ -66,17 +67,9 @@ def write_json(path: Path, content: Any) -> None:
     """Write a file that is there as a whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    _to_disk(partial)
+    flush(partial)
     os.replace(partial, path)
-    _to_disk(path.parent)
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush(path.parent)
 
 
 def fault(folder: Path) -> str | None:

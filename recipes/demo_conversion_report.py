@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from tnt_hf.recipes.demo_conversion import STUDENTS
-from tnt_hf.recipes.demo_report import difference, finish, table, text_result
+from tnt_hf.recipes.demo_report import difference, table, text_result
+from tnt_hf.recipes.pictures import finish
 
 
 SOURCE, WINDOW, STAGE2 = "source", "window", "hybrid, stage 2"
@@ -123,7 +124,7 @@ def draw(output: Path, results: dict, done: dict) -> list[str]:
         ylabel="held-out perplexity",
         title=f"A Llama, converted to a window of {plan['window']} tokens",
     )
-    finish(figure, axes, output / "conversion.png")
+    finish(figure, output / "conversion.png", axes)
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
     for name, job in done.items():
@@ -137,7 +138,7 @@ def draw(output: Path, results: dict, done: dict) -> list[str]:
     left.set(title="The Llama", ylabel="training loss (nats per token)", xlabel="training tokens (thousands)")
     right.set(title="Distillation", ylabel="KL from the Llama (nats per token)", xlabel="training tokens (thousands)")
     left.legend(fontsize="small")
-    finish(figure, right, output / "loss.png")
+    finish(figure, output / "loss.png", right)
     return ["conversion.png", "loss.png"]
 
 

@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -81,16 +80,6 @@ def difference(a: np.ndarray, b: np.ndarray) -> dict:
         "mean": float(per_window.mean()),
         "standard_error": float(per_window.std(ddof=1) / math.sqrt(len(per_window))),
     }
-
-
-def finish(figure, axes, path: Path) -> None:
-    """Adds the legend, writes the picture and closes it."""
-    from matplotlib import pyplot
-
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def table(rows: list[list]) -> list[str]:

@@ -1,23 +1,18 @@
-"""Distillation without a recipe: a converted model learns to predict what its source predicts, in a few lines.
+"""Distillation without a recipe: a `Trainer` whose student learns to predict what the model it came from predicts.
 
 The memory, which starts silent, is trained in full; the weights that came from the source only through LoRA. Rates
 differ by what a parameter does, and were found on a model of a million parameters: measure before using them at scale.
 `tnt train` does the same with `mode: distill`.
-
-Axis legend: B batch   T tokens
 """
-
-from functools import partial
 
 import torch
 from peft import get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer
 
 from tnt_hf.conversion import lora_config
 from tnt_hf.recipes.objectives import distillation
 from tnt_hf.recipes.optimization import parameter_groups
-from tnt_hf.recipes.training import train_in_order
 
 
 RATES = {"lora": 2e-3, "gate": 3e-2, "projection": 3e-3, "memory": 1e-2}
@@ -57,15 +52,3 @@ class DistillationTrainer(Trainer):
             betas = (self.args.adam_beta1, self.args.adam_beta2)
             self.optimizer = torch.optim.AdamW(groups, betas=betas, eps=self.args.adam_epsilon)
         return self.optimizer
-
-
-def distil(
-    student: nn.Module, teacher: nn.Module, rows: Tensor, batch_size: int, seed: int, tell, **changes
-) -> list[float]:
-    """One pass over `rows` `[N, T]` in their order; trains `student` in place. Arguments and result as for
-    [`~recipes.training.train_in_order`]."""
-    warmup = max(1, min(10, len(rows) // batch_size // 10))
-    settings = {"warmup_steps": warmup, "weight_decay": 0.0, "bf16": True} | changes
-    samples = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = partial(DistillationTrainer, teacher=teacher)
-    return train_in_order(student, samples, batch_size, seed, tell, trainer, **settings)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tnt_hf.recipes.demo_report import finish
+from tnt_hf.recipes.pictures import finish
 
 
 FORMAT = "tnt-evaluation-1"
@@ -157,7 +157,7 @@ def _picture(draw: Callable, section: Any, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     draw(axes, section)
-    finish(figure, axes, path)
+    finish(figure, path, axes)
 
 
 def _token_axis(axes, lengths: list[int], label: str) -> None:

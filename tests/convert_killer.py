@@ -16,6 +16,8 @@ import signal
 import sys
 from pathlib import Path
 
+from forks import in_a_child
+
 from tnt_hf.conversion import staging
 from tnt_hf.conversion.convert import convert_checkpoint
 from tnt_hf.conversion.manifest import check_manifest, read_manifest
@@ -33,19 +35,6 @@ def digest(folder: Path) -> str:
 
 def convert(folder: Path, **options):
     return convert_checkpoint(folder / "source", folder / "result", progress=False, link="copy", **options)
-
-
-def in_a_child(work) -> int:
-    """Runs `work` in a fork. Returns the wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
 
 
 def die_at(moment: int, folder: Path, **options) -> int:

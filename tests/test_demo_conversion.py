@@ -1,5 +1,7 @@
 """The demo's parts: attention in blocks, distillation, shares of what was lost, how much text everything sees."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,13 +12,9 @@ from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.recipes import blocked_attention
 from tnt_hf.recipes.demo_conversion import ConversionPlan, measured_on
 from tnt_hf.recipes.demo_conversion_report import recovered
-from tnt_hf.recipes.distillation import (
-    RATES,
-    DistillationTrainer,
-    distil,
-    with_lora,
-)
+from tnt_hf.recipes.distillation import RATES, DistillationTrainer, with_lora
 from tnt_hf.recipes.optimization import parameter_groups
+from tnt_hf.recipes.training import train_in_order
 
 
 BACKBONE = {
@@ -112,14 +110,16 @@ def test_lora_and_memory_are_all_that_learns(memory_layers, with_memory):
     assert counted == model.get_nb_trainable_parameters()[0]
 
 
-def trained(batch_size: int, **changes):
-    model = with_lora(student(), rank=2)
-    return model, distil(model, teacher(), rows(8, 21), batch_size, 0, lambda *_: None, bf16=False, **changes)
+def trained(batch_size: int, model, like, **changes):
+    trainer = partial(DistillationTrainer, teacher=like)
+    samples = [{"input_ids": row, "labels": row} for row in rows(8, 21)]
+    return train_in_order(model, samples, batch_size, 0, lambda *_: None, trainer, warmup_steps=1, **changes)
 
 
 def test_merged_model_is_the_trained_one():
     start = student().state_dict()
-    model, losses = trained(2)
+    model = with_lora(student(), rank=2)
+    losses = trained(2, model, teacher())
     assert len(losses) == 4 and all(np.isfinite(losses))
     ids = rows(2, 30, seed=5)
     model.eval()
@@ -136,8 +136,8 @@ def test_merged_model_is_the_trained_one():
 
 
 def test_a_step_does_not_depend_on_how_it_is_cut_into_batches():
-    _, losses = trained(4, max_steps=2)
-    _, other = trained(2, max_steps=2, gradient_accumulation_steps=2)
+    losses = trained(4, with_lora(student(), rank=2), teacher(), max_steps=2)
+    other = trained(2, with_lora(student(), rank=2), teacher(), max_steps=2, gradient_accumulation_steps=2)
     # float32 sums in another order; accumulation counted twice would double the loss
     assert losses == pytest.approx(other, rel=1e-4)
 
@@ -146,9 +146,8 @@ def test_a_loss_that_is_no_number_ends_the_training():
     broken = teacher()
     with torch.no_grad():
         broken.model.norm.weight.fill_(torch.nan)
-    model = with_lora(student())
     with pytest.raises(RuntimeError, match="step 1: loss nan"):
-        distil(model, broken, rows(4, 9), 2, 0, lambda *_: None, bf16=False)
+        trained(2, with_lora(student()), broken)
 
 
 def test_the_teacher_is_frozen(tmp_path):

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import torch
+from forks import in_a_child
 from transformers import TrainerCallback, TrainingArguments
 
 from tnt_hf import TNTConfig, TNTForCausalLM
@@ -106,19 +107,6 @@ def trainer(folder: Path, data=None, more=(), data_state=None, config=None, mode
         memory_logging_steps=2,
         plots=False,
     )
-
-
-def in_a_child(work) -> int:
-    """Runs `work` in a fork. Returns the wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
 
 
 def limit_files(size: int) -> None:

@@ -33,6 +33,7 @@ from tnt_hf.recipes.corpus import read_corpus
 from tnt_hf.recipes.demo_conversion import MEMORY, ConversionData, ConversionPlan, measured_on, train_source
 from tnt_hf.recipes.demo_jobs import losses_by_position, shuffled
 from tnt_hf.recipes.distillation import DistillationTrainer, with_lora
+from tnt_hf.recipes.pictures import finish
 from tnt_hf.recipes.training import train_in_order
 
 
@@ -256,10 +257,7 @@ def draw(result: dict, path: Path) -> None:
     axes.axvline(result["plan"]["window"], color="grey", linestyle=":", linewidth=1)
     title = f"a Llama narrowed to {result['plan']['window']} tokens, {len(result['seeds'])} seeds"
     axes.set(xlabel="position in the row (tokens)", ylabel="held-out perplexity", title=title)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    finish(figure, path, axes)
 
 
 def main(arguments: list[str] | None = None) -> None:

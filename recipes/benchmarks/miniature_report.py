@@ -17,6 +17,7 @@ from tnt_hf.recipes.benchmarks.miniature_models import (
     VARIANTS,
     Plan,
 )
+from tnt_hf.recipes.pictures import finish
 
 
 BINS = ((0, 1), (1, 4), (4, 16), (16, 32))  # of 32 positions each
@@ -212,11 +213,8 @@ def draw(result: dict, stem: Path) -> list[Path]:
     if not rows:
         return written
 
-    def finish(figure, what: str):
-        figure.tight_layout()
-        written.append(stem.with_name(f"{stem.name}_{what}.png"))
-        figure.savefig(written[-1], dpi=110)
-        pyplot.close(figure)
+    def picture(what: str) -> Path:
+        return stem.with_name(f"{stem.name}_{what}.png")
 
     plan, seeds = result["plan"], result["seeds"]
     size = f"{next(iter(rows.values()))['parameters'] / 1e3:.0f}k parameters, {len(seeds)} seeds"
@@ -229,7 +227,7 @@ def draw(result: dict, stem: Path) -> list[Path]:
     axes.set_yticks(range(len(rows)), list(reversed(rows)), fontsize=8)
     axes.grid(axis="x", alpha=0.3)
     axes.set(xlabel="held-out perplexity, mean and standard deviation", title=size)
-    finish(figure, "perplexity")
+    written.append(finish(figure, picture("perplexity")))
 
     figure, axes = pyplot.subplots(figsize=(10.5, 5))
     zero = BASELINE if BASELINE in rows else next(iter(rows))  # text differs in difficulty from place to place
@@ -242,7 +240,7 @@ def draw(result: dict, stem: Path) -> list[Path]:
     axes.set_xscale("log", base=2)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    finish(figure, "position")
+    written.append(finish(figure, picture("position")))
 
     if length := next((x for x in result.get("time", {}).get("milliseconds_per_token", {})), None):
         figure, axes = pyplot.subplots(figsize=(8, 5))
@@ -255,5 +253,5 @@ def draw(result: dict, stem: Path) -> list[Path]:
                 )
         axes.set(xlabel=f"µs per token of training, rows of {length}, one thread", ylabel="held-out perplexity")
         axes.set_title(f"{size}, {plan['steps'] * plan['batch_size'] * plan['length'] / 1e6:.2f}M tokens")
-        finish(figure, "time")
+        written.append(finish(figure, picture("time")))
     return written

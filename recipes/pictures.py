@@ -1,0 +1,15 @@
+"""What every picture of this project ends with."""
+
+from pathlib import Path
+
+
+def finish(figure, path: Path, legend=None) -> Path:
+    """Adds the legend of the axes `legend`, writes the picture, closes it and returns its path."""
+    from matplotlib import pyplot
+
+    if legend is not None:
+        legend.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
