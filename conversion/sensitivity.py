@@ -11,12 +11,8 @@ rest of the network then sees of the difference is
 one forward pass for all layers. `window_losses` asks the dearer and more direct question, one pass per layer: what the
 next token costs when one layer's attention is narrowed, or when one layer alone keeps its own.
 
-Both were compared on a Llama of four layers trained on source text, by the share of the window's loss that the chosen
-layers bring back on other text. For one layer they agree at all nine windows from 8 to 128 tokens (it is the best one:
-share .87 at W = 16, .94 at W = 32). For a pair they differ at six: at 8 to 24 tokens the losses choose the best pair
-(.91 against .85 at W = 8), at 32 and 128 the errors do (.97 against .96, 1.00 against .97). On a Llama trained for
-half as long the errors named a layer that brings back a fifth, and the losses the one that brings back four fifths
-(W = 32): a layer may change much that nobody uses. So `auto:N` chooses by losses.
+They need not agree: a layer may change much that nobody uses, the more so the less the source was trained. So `auto:N`
+chooses by losses, and the errors are what one pass can tell.
 """
 
 import sys
