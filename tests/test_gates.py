@@ -1,0 +1,59 @@
+"""How memory joins attention: each `memory_gate` against its equation, on the layout before o_proj."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import tiny_config
+
+from tnt_hf.branch_tnt import TNTMemoryGate
+
+
+HEADS, WIDTH = 4, 8
+
+
+def random_gate(kind: str) -> TNTMemoryGate:
+    config = tiny_config(
+        memory_gate=kind,
+        memory_projections="own",
+        hidden_size=HEADS * WIDTH,
+        num_attention_heads=HEADS,
+        head_dim=WIDTH,
+    )
+    gate = TNTMemoryGate(config).double()
+    generator = torch.Generator().manual_seed(0)
+    for x in [*gate.parameters(), *gate.buffers()]:
+        x.data = torch.rand(x.shape, generator=generator, dtype=x.dtype)
+    return gate
+
+
+def published(gate, attn, m, x):
+    h = attn.unflatten(-1, (HEADS, WIDTH))
+    h = h / (h.square().mean(-1, keepdim=True) + gate.norm.variance_epsilon).sqrt() * gate.norm.weight
+    return h.flatten(-2) * torch.sigmoid(m)
+
+
+def add(gate, attn, m, x):
+    opened = 2 * torch.sigmoid(F.linear(x, gate.proj.weight, gate.proj.bias))  # one per query head
+    return attn + gate.scale * opened.repeat_interleave(WIDTH, -1) * m
+
+
+EQUATIONS = {
+    "add": add,
+    "product": lambda gate, attn, m, x: attn * 2 * torch.sigmoid(F.linear(m, gate.proj.weight, gate.proj.bias)),
+    "published": published,
+    "mix": lambda gate, attn, m, x: (1 - gate.weight) * attn + gate.weight * m,
+}
+
+
+@pytest.mark.parametrize("kind", EQUATIONS)
+def test_the_gate_is_its_equation(kind):
+    gate = random_gate(kind)
+    attn, m, x = torch.randn(3, 2, 5, HEADS * WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    # float64, a handful of operations
+    torch.testing.assert_close(gate(attn, m, x), EQUATIONS[kind](gate, attn, m, x), rtol=1e-12, atol=1e-12)
+
+
+def test_lmm_is_the_gated_memory_alone():
+    gate = random_gate("add")
+    m, x = torch.randn(2, 2, 5, HEADS * WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(gate(None, m, x), add(gate, 0, m, x), rtol=1e-12, atol=1e-12)
