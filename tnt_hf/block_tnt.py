@@ -12,33 +12,12 @@ for the programs of a `Block` at once. Travels with every pushed checkpoint.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .coefficients_tnt import Coef
 from .network_tnt import Standardised, standardise, through_standardise
-from .scan_tnt import Block, Plan, Tape, c_end, copied, grouped, s_end, ungrouped, weighted
-
-
-class Rebuilt(NamedTuple):
-    """A block's networks, from the tape and elementwise functions. d W_i of a chunk is one product left_i^T right_i
-    over all its rank-one terms, (x, d_y) of the reads, (a, d_z) and (d_g, delta): x, a and delta are views into these
-    two."""
-
-    left: list[Tensor]  # [P, C G + C (+ C), d_in] rows x, a, d_g (no d_g in the first layer)
-    right: list[Tensor]  # [P, C G + C (+ C), d_out] rows d_y, d_z, delta
-    x: list[Tensor]  # layer inputs of the read
-    a: list[Tensor]
-    delta: list[Tensor]
-    slope: list[Tensor]  # phi'(z) of the hidden layers
-    curve: list[Tensor]  # dl/da phi''(z)
-    read_slope: list[Tensor]
-    read_y: Tensor  # f(W, q) before the LayerNorm
-    pairs: list[Tensor]  # x . a of the upper layers, if the tape has it
-    error: Tensor
-    normed: Standardised | None
-    u: Tensor | None  # dl/dh
-    ln: list[Tensor] | None
+from .rebuild_tnt import Rebuilt
+from .scan_tnt import Block, Plan, Tape, c_end, copied, end_gradients, grouped, s_end, ungrouped, weighted
 
 
 class Running(NamedTuple):
@@ -66,28 +45,6 @@ class Backward(NamedTuple):
     d_ln: list[Tensor] | None
 
 
-def end_gradients(plan: Plan, kept: int, n: int, run_W, run_S, ends, W):
-    """Gradients of (W, S) behind a chunk: rows [0, kept) run on, rows [kept, n) ended here and get their final
-    state's gradients. Also what the ended rows' W_xi adds to the chunk's start."""
-    d_W, d_xi, d_S = ends
-    if kept == n:
-        return run_W, run_S, None
-    if d_W is None:  # nobody asked for the final state
-        if not kept:
-            return [torch.zeros_like(w) for w in W], None, None
-        run_W, run_S = (y and [F.pad(x, (0, 0, 0, 0, 0, n - kept)) for x in y] for y in (run_W, run_S))
-        return run_W, run_S, None
-    final_W, final_S, final_xi = ([x[kept:n] for x in y] if y is not None else None for y in (d_W, d_S, d_xi))
-    full = plan.full[kept:n, None, None] if isinstance(plan.full, Tensor) else plan.full
-    to_W = [torch.where(full, x, 0.0) if isinstance(full, Tensor) else x * full for x in final_xi]
-    end_W = [x + y for x, y in zip(final_W, to_W)]
-    end_xi = [F.pad(x - y, (0, 0, 0, 0, kept, 0)) for x, y in zip(final_xi, to_W)]
-    if kept:
-        end_W = [torch.cat([x, y]) for x, y in zip(run_W, end_W)]
-        final_S = final_S and [torch.cat([x, y]) for x, y in zip(run_S, final_S)]
-    return end_W, final_S if kept else copied(final_S), end_xi
-
-
 def _dot(x: Tensor, y: Tensor, out: Tensor) -> None:
     """Inner product of each program's matrices, [P, K, V] -> [P]; `bmm` is many times slower here."""
     torch.sum((x * y).flatten(1), 1, out=out)
@@ -97,9 +54,11 @@ class BlockBackward:
     """Closed-form gradient of a block. Adds into `Backward`'s sums; `run` takes and returns the `Running`."""
 
     def __init__(self, back: Backward, block: Block, built: Rebuilt, q, d_o, coef: Coef):
-        self.back, self.block, self.built, self.q, self.d_o, self.coef = back, block, built, q, d_o, coef
+        self.back, self.block, self.built = back, block, built
+        self.q, self.d_o, coef = q[block.here], d_o[block.here], coef.part(block.here)
+        self.coef = coef = coef if built.pull is None else coef.shrunk(built.pull.scale)
         plan, a, delta = back.plan, built.a, built.delta
-        self.L, self.C, self.rows, self.current = len(a), a[0].shape[1], q.shape[1], plan.current
+        self.L, self.C, self.rows, self.current = len(a), a[0].shape[1], self.q.shape[1], plan.current
         self.narrow = [x.shape[-1] <= y.shape[-1] for x, y in zip(a, delta)]  # a is the narrower factor
         self.grad = [None if x is None else x[block.here] for x in back.grad]
         self.plain = self.current and coef.A is None and coef.D is None
@@ -186,6 +145,10 @@ class BlockBackward:
         self.into_ = cuts([x[:, :rows] for x in built.right[:-1]] if self.A is not None else ())  # A d_y
         self.d_z_ = cuts([x[:, rows : rows + C] for x in built.right])
         self.d_g_ = cuts([x[:, rows + C :] for x in built.left])
+        self.along, self.pull_ = None, None
+        if built.pull is not None:
+            self.along = self.block.blank(a[0], self.C, 1)
+            self.pull_ = list(zip(cuts(built.pull.to_a), cuts(built.pull.to_delta), cut(self.along)))
         self.fused = self.plain and L > 1 and not self.back.plan.carried
         if self.fused:
             self.both_, self.qk_ = cut(built.right[0][:, : rows + C]), cut(self.d_qk)
@@ -220,6 +183,8 @@ class BlockBackward:
             carried = plan.carried and step == 0
             start = self.back.xi if carried else W
             self._chunk_reads(j, n, W, S, start)
+            if self.pull_ is not None:
+                self._chunk_bound(j)
             self._chunk_inner(j, start)
             if carried:
                 d_xi = [torch.zeros_like(w) for w in W]
@@ -327,6 +292,19 @@ class BlockBackward:
             self.through_S_[j][i].zero_()
         return r
 
+    def _chunk_bound(self, j):
+        """Through the scale s of a gradient bound: s dL/ds is <delta, dL/d delta> over all layers, as every use of g_i
+        is linear in delta_i."""
+        to_a, to_delta, along = self.pull_[j]
+        d_a, d_delta = self.d_a_[j], self.d_delta_[j]
+        torch.sum(self.delta_[j][0] * d_delta[0], -1, keepdim=True, out=along)
+        for y, d in zip(self.delta_[j][1:], d_delta[1:]):
+            along += (y * d).sum(-1, keepdim=True)
+        for i in range(self.L):
+            if d_a[i] is not None:
+                d_a[i].addcmul_(to_a[i], along)
+            d_delta[i].addcmul_(to_delta[i], along)
+
     def _chunk_inner(self, j, start):
         """The inner gradient: a and delta as functions of k, v and W_xi. Fills d_z and d_g, leaves d q and d k."""
         L, d_z, d_g, slope = self.L, self.d_z_[j], self.d_g_[j], self.slope_[j]
@@ -395,5 +373,12 @@ class BlockBackward:
             d_error = built.ln[0] * d_u
             block.fold(self.back.d_ln[0], (d_u * built.error + d_error * built.normed.h).sum(1, keepdim=True))
             block.fold(self.back.d_ln[1], d_error.sum(1, keepdim=True))
+        if built.pull is not None:
+            if self.d_a[0] is None:
+                dk.addcmul_(built.pull.to_a[0], self.along)
+            scale = built.pull.scale
+            for d, s in ((d_coef.theta, scale), (d_coef.c, scale[:, None]), (d_coef.s_end, scale)):
+                if d is not None:
+                    d *= s
         torch.neg(d_error, out=d_v)
         torch.add(dk, d_error, out=d_k) if net.residual else d_k.copy_(dk)

@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .network_tnt import bounded
-
 
 class Coef(NamedTuple):
     """The dual form's scalars for P chunks. `c` `[P, Cr, C]`, `A`, `D` `[P, Cr]` with Cr = C rows (read "current") or
@@ -37,6 +35,17 @@ class Coef(NamedTuple):
 
     def part(self, where: slice) -> "Coef":
         return Coef(*(None if x is None else x[where] for x in self))
+
+    def shrunk(self, scale: Tensor | None) -> "Coef":
+        """With every gradient g_i times scale_i, `[P, C]`: c and s_end are linear in theta_i."""
+        if scale is None:
+            return self
+        c, s_end = self.c, self.s_end
+        return self._replace(
+            theta=self.theta * scale,
+            c=None if c is None else c * scale[:, None],
+            s_end=None if s_end is None else s_end * scale,
+        )
 
 
 def _products(x: Tensor) -> Tensor:
@@ -126,18 +135,3 @@ def chunk_coefficients(theta, mu, keep, present, current: bool) -> Coef:
     if mu is None:
         return Coef(theta, c, A)
     return Coef(theta, c, None if keep is None else A, D, s_end, m_end)
-
-
-class BoundedCoef(NamedTuple):
-    """Per-token scalars for a scan with a gradient bound: theta changes with the chunk's gradients, so coefficients
-    are made chunk by chunk."""
-
-    theta: Tensor
-    mu: Tensor | None
-    keep: Tensor | None
-    present: Tensor | None
-    current: bool
-
-    def part(self, where: slice, a: list[Tensor], delta: list[Tensor], bound: float) -> Coef:
-        theta, mu, keep, present = (None if x is None else x[where] for x in self[:4])
-        return chunk_coefficients(bounded(theta, a, delta, bound), mu, keep, present, self.current)

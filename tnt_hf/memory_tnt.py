@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .coefficients_tnt import BoundedCoef, chunk_coefficients
+from .coefficients_tnt import chunk_coefficients
 from .grid_tnt import dense_grid, ragged_grid, rows_of
 from .inputs_tnt import check_inputs, check_positive
 from .network_tnt import Net, apply_net, bounded, inner_gradient, inner_offset
@@ -354,7 +354,7 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
     counts, starts = ([n * H for n in x] for x in (grid.counts, grid.starts))
     plan = Plan(
         net, counts, starts, Hq // H, options["read"] == "current", state is not None and C > 1, full,
-        options["keep_state"], options["keep_loss"],
+        options["keep_state"], options["keep_loss"], options["grad_bound"],
     )  # fmt: skip
     theta, mu, keep, present = programs(lr), None, None, None
     if momentum is not None:
@@ -373,23 +373,17 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
     ln = options["layernorm"] and [grid.rowwise(x, None) for x in options["layernorm"]]
     x = programs(q.unflatten(2, (H, -1))).flatten(1, 2)
 
-    if options["grad_bound"] is not None:
-        coef = BoundedCoef(theta, mu, keep, present, plan.current)
-    else:
-        coef = chunk_coefficients(theta, mu, keep, present, plan.current)
+    coef = chunk_coefficients(theta, mu, keep, present, plan.current)
     tensors = (programs(k), programs(v))
     flat = [*(W or []), *(xi or [None] * len(W)), *(S or [None] * len(W)), *(target or [None] * len(W))]
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(y, Tensor) and y.requires_grad for y in (x, *tensors, *coef, *(ln or ()), *flat)
     )
-    if options["grad_bound"] is None and needs_grad:
+    if needs_grad:
         o, loss, *final = ChunkScan.apply(plan, len(W), x, *tensors, *coef, *(ln or (None, None)), *flat)
         final = [None if x[0] is None else list(x) for x in (final[i * len(W) : (i + 1) * len(W)] for i in range(3))]
     else:
-        o, loss, *final = scan(plan, x, *tensors, coef, ln, target, xi, W, S, bound=options["grad_bound"])
-        if needs_grad:  # 0 and not None where no token was read after a write, as ChunkScan has it: ranks must agree
-            written = [y for y in (*tensors, theta, mu, keep) if y is not None and y.requires_grad]
-            o = o + sum(0 * y[(0,) * y.ndim] for y in written)
+        o, loss, *final = scan(plan, x, *tensors, coef, ln, target, xi, W, S)
 
     state = None
     if options["keep_state"]:

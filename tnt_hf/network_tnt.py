@@ -153,7 +153,17 @@ def curves(name: str, z: Tensor, a: Tensor, rest: Tensor, scale: Tensor) -> Tens
     return bell.mul_(square.neg_().add_(2)).mul_(scale)
 
 
+def excess(squares: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """(|g_t| / bound)^2 over all layers, 1 where the bound holds; `squares`: |a|^2 / bound and |delta|^2 / bound per
+    layer, so that neither a huge nor a tiny bound leaves the range of its dtype."""
+    return sum(x * d for x, d in squares).clamp_min(1)
+
+
+def squares(a: list[Tensor], delta: list[Tensor], bound: float) -> list[tuple[Tensor, Tensor]]:
+    """|a|^2 / bound and |delta|^2 / bound per layer."""
+    return [((x * x).sum(-1) / bound, (d * d).sum(-1) / bound) for x, d in zip(a, delta)]
+
+
 def bounded(lr: Tensor, a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
     """theta_t with |g_t| over all layers limited to `bound`: the chunk then moves by at most sum(theta) * bound."""
-    square = sum((x * x).sum(-1) * (d * d).sum(-1) for x, d in zip(a, delta))
-    return lr * (bound / square.clamp_min(bound * bound).sqrt())
+    return lr * excess(squares(a, delta, bound)).rsqrt()

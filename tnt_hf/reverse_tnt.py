@@ -15,10 +15,11 @@ import math
 import torch
 from torch import Tensor
 
-from .block_tnt import Backward, BlockBackward, Rebuilt, Running
+from .block_tnt import Backward, BlockBackward, Running
 from .coefficients_tnt import Coef
-from .network_tnt import curves, inner_offset, slopes, standardise, through_standardise
-from .scan_tnt import Block, Plan, Tape, blank_tape, blocks, c_end, cut, s_end, scan, weighted, whole, write_chunk
+from .network_tnt import inner_offset
+from .rebuild_tnt import rebuild
+from .scan_tnt import Plan, Tape, blank_tape, blocks, c_end, cut, s_end, scan, weighted, whole, write_chunk
 
 
 BLOCK_ELEMENTS = 1 << 17  # of a block's widest activation: few kernel launches, and a block stays in the cache
@@ -85,9 +86,7 @@ class ChunkScan(torch.autograd.Function):
             entries = replay(plan, tape, group, target, coef, L, room) if ctx.way == "replay" else []
             for block, built in group:
                 built = built or rebuild(plan, block, tape, L, k, q, offset, ln)
-                run = BlockBackward(back, block, built, q[block.here], d_o[block.here], coef.part(block.here)).run(
-                    run, entries
-                )
+                run = BlockBackward(back, block, built, q, d_o, coef).run(run, entries)
         none = [None] * L
         d_S0 = none if S0 is None else run.d_S
         return (
@@ -108,70 +107,19 @@ def layers(flat, L: int, kinds: int = 4) -> list[list[Tensor] | None]:
     return [None if x[0] is None else list(x) for x in parts]
 
 
-# ---------------------------------------------------------------------------------------- what the tape stands for
-
-
-def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln) -> Rebuilt:
-    """A block's networks from what its chunks left on the tape: elementwise work only."""
-    k, q, offset = (x[block.here] for x in (k, q, offset))
-    ln = None if ln is None else [block.spread(x) for x in ln]
-    C, name = k.shape[1], plan.net.activation
-    rows, both = q.shape[1], q.shape[1] + C
-    hidden, grad_act = ([x[block.here] for x in y] for y in (tape.hidden, tape.grad_act))
-    top, pairs = tape.top[block.here], [x[block.here] for x in tape.pairs]
-    x, a, delta, slope, curve, read_slope = [q], [k], [], [], [], []
-    left, right = [torch.cat([q, k], 1)], []
-    for i, z in enumerate(hidden):
-        left.append(q.new_empty(len(q), both + C, z.shape[-1]))
-        right.append(q.new_empty(len(q), both + (C if i else 0), z.shape[-1]))
-        x.append(left[-1][:, :rows])
-        a.append(left[-1][:, rows:both])
-        slope_, rest = slopes(name, z, left[-1][:, :both])
-        read_slope.append(slope_[:, :rows])
-        slope.append(slope_[:, rows:])
-        curve.append(curves(name, z[:, rows:], a[-1], rest[:, rows:], grad_act[i]))
-        delta.append(torch.mul(grad_act[i], slope[-1], out=right[-1][:, both:] if i else None))
-    normed = u = None
-    error = last = top
-    if ln is not None:
-        normed = standardise(top, plan.net.eps)
-        error = torch.addcmul(offset, ln[0], normed.h)
-        u = ln[0] * error
-        last = through_standardise(u, normed)
-    delta.append(last)
-    right.append(q.new_empty(len(q), both + (C if L > 1 else 0), last.shape[-1]))
-    if L > 1:
-        right[-1][:, both:] = last
-    return Rebuilt(
-        left,
-        right,
-        x,
-        a,
-        delta,
-        slope,
-        curve,
-        read_slope,
-        tape.read_y[block.here] if ln else None,
-        pairs,
-        error,
-        normed,
-        u,
-        ln,
-    )
-
-
 def replay(plan: Plan, tape: Tape, group, target, coef: Coef, L: int, room: dict) -> list:
     """(W, S) before each chunk of a group of blocks (last block first), from the kept state before the first. `room`:
     memory for states, made once for all groups."""
     entries, last = [], group[0][0].steps[-1]
     W, S = tape.states[group[-1][0].steps[0]]
     for block, built in reversed(group):
-        for j, x in zip(block.steps, zip(*map(block.cut, (*built.a, *built.delta)))):
+        scale = block.cut(built.pull and built.pull.scale)
+        for j, x, s in zip(block.steps, zip(*map(block.cut, (*built.a, *built.delta))), scale):
             n = plan.counts[j]
             W, S = cut(W, n), cut(S, n)
             entries.append((W, S))
             if j < last:
-                here = coef.part(slice(plan.starts[j], plan.starts[j] + n))
+                here = coef.part(slice(plan.starts[j], plan.starts[j] + n)).shrunk(s)
                 pushed_S = None if here.s_end is None else weighted(s_end(here), x[:L], x[L:])
                 if len(entries) not in room:
                     like = [w.new_empty(plan.counts[0], *w.shape[1:]) for w in W]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .coefficients_tnt import Coef
-from .network_tnt import Net, Room, activate, inner_gradient, inner_offset, standardise
+from .network_tnt import Net, Room, activate, excess, inner_gradient, inner_offset, squares, standardise
 
 
 class Plan(NamedTuple):
@@ -37,6 +37,7 @@ class Plan(NamedTuple):
     full: Tensor | bool
     keep_state: bool
     keep_loss: bool
+    bound: float | None = None  # of |g_i|: c_{t,i} shrinks by the excess
 
 
 class Block(NamedTuple):
@@ -141,7 +142,7 @@ def weighted(weights: Tensor, a: list[Tensor], delta: list[Tensor]) -> list[tupl
 def _read_chunk(plan: Plan, base, S, target, start, q, coef: Coef, pairs, pushed, first, room):
     """f(W, q) before the LayerNorm, for the chunk's queries. `pushed`: (a, delta) of the writes that are read, to be
     weighted by `pairs` `[(P,) C G, C]`; `first`: q @ W_1 of the weights that are read, if at hand; `room`: where to
-    leave the z of all layers (the last is y) and x . a of the upper ones."""
+    leave the z of all layers (the last is the result) and x . a of the upper ones."""
     net, x, (zs, ps) = plan.net, q, room
     if plan.current:
         A = None if coef.A is None else grouped(coef.A, plan.groups)[..., None]
@@ -156,10 +157,10 @@ def _read_chunk(plan: Plan, base, S, target, start, q, coef: Coef, pairs, pushed
                 y = torch.addcmul(y, D, torch.bmm(x, S[i]), out=out)
             a, delta = pushed[i]
             p = torch.bmm(x, a.mT, out=ps[i])
-            into = None if torch.is_grad_enabled() else y if out is None else out
-            y = torch.baddbmm(y, pairs * p, delta, alpha=-1, out=into)
+            y.baddbmm_(pairs * p, delta, alpha=-1)
         x = activate(net.activation, y) if i < len(base) - 1 else y
-    return x if out is None or x is out else out.copy_(x)
+    if x is not out:
+        out.copy_(x)
 
 
 def write_chunk(W, S, target, coef: Coef, pushed, pushed_S, into=None):
@@ -168,7 +169,6 @@ def write_chunk(W, S, target, coef: Coef, pushed, pushed_S, into=None):
     old ones even; a write costs several passes over weights, and fresh memory costs as much as a pass."""
     new_W, new_S = [], None if pushed_S is None else []
     to_W, to_S = into or ([None] * len(W), None)
-    no_grad = not torch.is_grad_enabled()
     keep, D, m = (None if x is None else x[..., None, None] for x in (coef.A, coef.D, coef.m_end))
     for i, (w, (x, y)) in enumerate(zip(W, pushed)):
         out = to_W[i]
@@ -177,10 +177,9 @@ def write_chunk(W, S, target, coef: Coef, pushed, pushed_S, into=None):
                 w = torch.mul(keep[:, -1], w, out=out)
             else:
                 w = torch.lerp(target[i], w, keep[:, -1], out=out)
-            out = w if no_grad else None
+            out = w
         if S is not None:
-            w = torch.addcmul(w, D[:, -1], S[i], out=out)
-            out = w if no_grad else None
+            out = w = torch.addcmul(w, D[:, -1], S[i], out=out)
         new_W.append(torch.baddbmm(w, x.mT, y, alpha=-1, out=out))
         if pushed_S is not None:
             x, y = pushed_S[i]
@@ -188,7 +187,7 @@ def write_chunk(W, S, target, coef: Coef, pushed, pushed_S, into=None):
                 new_S.append(-torch.bmm(x.mT, y))
             else:
                 s = torch.mul(m, S[i], out=to_S and to_S[i])
-                new_S.append(torch.baddbmm(s, x.mT, y, alpha=-1, out=s if no_grad else None))
+                new_S.append(s.baddbmm_(x.mT, y, alpha=-1))
     return new_W, new_S
 
 
@@ -257,29 +256,26 @@ def _rooms(plan: Plan, every: Block, tape: Tape | None, o: Tensor | None, rows: 
     return list(zip(first, inner, (([*z, y], p) for z, y, p in zip(read, every.cut(o), pairs))))
 
 
-def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, bound=None, tape: Tape | None = None):
+def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, tape: Tape | None = None):
     """All chunks in order. Returns o `[N H, C G, V]`, the inner losses `[N H, C]` (or `None`) and the rows' final W,
     W_xi, S (lists, or `None`).
 
-    `coef` is a `Coef`, or a `BoundedCoef` with a gradient `bound`. `tape`: to fill.
+    `coef` is that of unbounded gradients. `tape`: to fill. Writes in place: not for autograd, see `ChunkScan`.
     """
-    reads, losses, ended, last, C, rows = [], [], [], len(plan.counts) - 1, k.shape[1], q.shape[1]
-    in_place, owned = not torch.is_grad_enabled(), False  # owned: W and S are this scan's to overwrite
+    losses, ended, last, C, rows = [], [], len(plan.counts) - 1, k.shape[1], q.shape[1]
+    owned = False  # W and S are this scan's to overwrite
     every = whole(plan, len(q))
     offset = inner_offset(plan.net, k, v, None if ln is None else every.spread(ln[1]))
     causal = _causal(rows, C, q) if plan.current else None
-    o = None
-    if in_place:
-        kept = tape is not None and tape.read_y is not None
-        o = tape.read_y if kept else every.blank(q, rows, W[-1].shape[2])
+    kept = tape is not None and tape.read_y is not None
+    o = tape.read_y if kept else every.blank(q, rows, W[-1].shape[2])
     rooms = _rooms(plan, every, tape, o, rows, len(W))
-    if bound is None:
-        coefs, ends = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
+    coefs, ends = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
     inputs = every.cuts([torch.cat([q, k], 1), q, k, offset])
     for j, n in enumerate(plan.counts):
         (both_j, q_j, k_j, offset_j), (first, room, read_room) = inputs[j], rooms[j]
         if tape is not None and j in tape.states:
-            tape.states[j] = (copied(W), copied(S)) if owned and in_place else (W, S)
+            tape.states[j] = (copied(W), copied(S)) if owned else (W, S)
         start = xi if plan.carried and j == 0 else W
         if j == 0 or n < plan.counts[j - 1]:
             gain, goal = None if ln is None else ln[0][:n], cut(target, n)
@@ -291,21 +287,20 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, bound=None, tape: Tape
             else:
                 query_first, key_first = first.split_with_sizes((rows, C), 1)
         a, delta, error = inner_gradient(plan.net, start, k_j, offset_j, gain, key_first, room)
-        if bound is None:
-            c, (end, end_S) = coefs[j], ends[j]
-        else:
-            c = coef.part(slice(plan.starts[j], plan.starts[j] + n), a, delta, bound)
+        c, (end, end_S) = coefs[j], ends[j]
+        if plan.bound is not None:
+            c = c.shrunk(excess(squares(a, delta, plan.bound)).rsqrt_())
             end, end_S = c_end(c), s_end(c)
         pushed = weighted(end, a, delta)
         pairs, read = (causal, pushed) if c.c is None else (grouped(c.c, plan.groups), list(zip(a, delta)))
-        reads.append(_read_chunk(plan, W, S, goal, start, q_j, c, pairs, read, query_first, read_room))
+        _read_chunk(plan, W, S, goal, start, q_j, c, pairs, read, query_first, read_room)
         if plan.keep_loss:
-            losses.append(0.5 * error.detach().square().sum(-1))
+            losses.append(0.5 * error.square().sum(-1))
         rest = 0 if j == last else plan.counts[j + 1]
         if plan.keep_state or j < last:
             final = plan.keep_state and rest < n
             pushed_S = None if c.s_end is None else weighted(end_S, a, delta)
-            into = (W, S) if in_place and owned and not final else None
+            into = (W, S) if owned and not final else None
             W, S = write_chunk(W, S, goal, c, pushed, pushed_S, into)
             owned = True
             if final:  # these rows end here
@@ -317,9 +312,30 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, bound=None, tape: Tape
             if rest < n:
                 W, S = cut(W, rest), cut(S, rest)
     final = [None if x[0] is None else [torch.cat(y[::-1]) for y in zip(*x)] for x in zip(*ended)] or [None] * 3
-    o = every.stack(reads) if o is None else o
     if ln is not None:
         gain, bias = (every.spread(x) for x in ln)
         o = torch.addcmul(bias, gain, standardise(o, plan.net.eps).h)
     o = o + q if plan.net.residual else o
     return o, every.stack(losses) if plan.keep_loss else None, *final
+
+
+def end_gradients(plan: Plan, kept: int, n: int, run_W, run_S, ends, W):
+    """Gradients of (W, S) behind a chunk: rows [0, kept) run on, rows [kept, n) ended here and get their final
+    state's gradients. Also what the ended rows' W_xi adds to the chunk's start."""
+    d_W, d_xi, d_S = ends
+    if kept == n:
+        return run_W, run_S, None
+    if d_W is None:  # nobody asked for the final state
+        if not kept:
+            return [torch.zeros_like(w) for w in W], None, None
+        run_W, run_S = (y and [F.pad(x, (0, 0, 0, 0, 0, n - kept)) for x in y] for y in (run_W, run_S))
+        return run_W, run_S, None
+    final_W, final_S, final_xi = ([x[kept:n] for x in y] if y is not None else None for y in (d_W, d_S, d_xi))
+    full = plan.full[kept:n, None, None] if isinstance(plan.full, Tensor) else plan.full
+    to_W = [torch.where(full, x, 0.0) if isinstance(full, Tensor) else x * full for x in final_xi]
+    end_W = [x + y for x, y in zip(final_W, to_W)]
+    end_xi = [F.pad(x - y, (0, 0, 0, 0, kept, 0)) for x, y in zip(final_xi, to_W)]
+    if kept:
+        end_W = [torch.cat([x, y]) for x, y in zip(run_W, end_W)]
+        final_S = final_S and [torch.cat([x, y]) for x, y in zip(run_S, final_S)]
+    return end_W, final_S if kept else copied(final_S), end_xi

@@ -1,0 +1,60 @@
+"""The hand-written backward of the memory and the gradient bound: every way back to a chunk's weights, one answer."""
+
+import pytest
+import torch
+from test_memory import assert_same, leaves, make_inputs, probe, run
+
+from tnt_hf import reverse_tnt
+from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
+
+
+@pytest.mark.parametrize("grad_bound", [None, 2.0])  # about half of these gradients are larger than 2
+@pytest.mark.parametrize("gates", [(), ("momentum",), ("decay",), ("momentum", "decay")], ids=str)
+@pytest.mark.parametrize("keep_ratio, block_elements", [(0, 50), (0, 1 << 17), (1e9, 50)])
+def test_every_way_back_to_a_chunks_weights(monkeypatch, keep_ratio, block_elements, gates, grad_bound):
+    """States kept, undone or replayed, in blocks of one chunk or many: the same gradients."""
+    monkeypatch.setattr(reverse_tnt, "KEEP_RATIO", keep_ratio)
+    monkeypatch.setattr(reverse_tnt, "BLOCK_ELEMENTS", block_elements)
+    tensors, weights, options = make_inputs(B=2, T=70, G=2, depth=3, layernorm=True, **dict.fromkeys(gates, True))
+    tensors[3] = 0.1 * tensors[3]
+    inputs = leaves(tensors, weights, options)
+    for x in inputs:
+        x.requires_grad_()
+    naive, chunk = (
+        run(op, tensors, weights, options, chunk_size=3, reset_interval=48, grad_bound=grad_bound)
+        for op in (memory_naive, memory_chunkwise)
+    )
+    assert_same(torch.autograd.grad(probe(chunk), inputs), torch.autograd.grad(probe(naive), inputs))
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("hidden", [5, 40])
+def test_backward_may_run_twice(momentum, hidden):
+    """Nothing that was saved is overwritten, whichever way (kept, undone, replayed) leads back to the weights."""
+    tensors, weights, gates = make_inputs(T=96, momentum=momentum, hidden=hidden, layernorm=True)
+    inputs = leaves(tensors, weights, gates)
+    for x in inputs:
+        x.requires_grad_()
+    loss = probe(run(memory_chunkwise, tensors, weights, gates, chunk_size=2))
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    assert_same(torch.autograd.grad(loss, inputs), first, 0)
+
+
+def test_gradient_bound_limits_the_step():
+    (q, k, v, lr), weights, _ = make_inputs(T=8, depth=2)
+    v = 100 * v
+    state = run(memory_chunkwise, [q, k, v, lr], weights, {}, chunk_size=8, grad_bound=0.5)[1]
+    step = torch.stack([(w[0] - w0).square().sum((1, 2)) for w, w0 in zip(state.weights, weights)]).sum(0).sqrt()
+    assert (step <= 0.5 * lr[0].sum(0) + 1e-12).all()
+
+
+@pytest.mark.parametrize("grad_bound", [1e-30, 1e30])
+@pytest.mark.parametrize("op", [memory_naive, memory_chunkwise])
+def test_a_gradient_bound_at_the_ends_of_float32(op, grad_bound):
+    """Neither its square nor one over it is a float32: it binds everywhere, or nowhere."""
+    tensors, weights, _ = make_inputs(T=8, dtype=torch.float32)
+    state = run(op, tensors, weights, {}, chunk_size=4, grad_bound=grad_bound)[1]
+    free = run(op, tensors, weights, {}, chunk_size=4)[1].weights
+    assert all(
+        torch.equal(w, x) for w, x in zip(state.weights, free if grad_bound > 1 else [w[None] for w in weights])
+    )

@@ -1,0 +1,108 @@
+"""A block's networks as the outer backward sees them, from what the forward left on its tape: elementwise work only.
+
+Axis legend
+    C tokens per chunk   G query heads per memory head   L layers of the memory network
+    P programs: grid rows x heads of a block's chunks
+
+Travels with every pushed checkpoint.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .network_tnt import Standardised, curves, excess, slopes, squares, standardise, through_standardise
+from .scan_tnt import Block, Plan, Tape
+
+
+class Pull(NamedTuple):
+    """A gradient bound as it is met by the outer backward: g_i is scaled by `scale` `[P, C]`, and s_i dL/ds_i flows
+    into a and delta of each layer along `to_a` and `to_delta`."""
+
+    scale: Tensor
+    to_a: list[Tensor]
+    to_delta: list[Tensor]
+
+
+class Rebuilt(NamedTuple):
+    """A block's networks, from the tape and elementwise functions. d W_i of a chunk is one product left_i^T right_i
+    over all its rank-one terms, (x, d_y) of the reads, (a, d_z) and (d_g, delta): x, a and delta are views into these
+    two."""
+
+    left: list[Tensor]  # [P, C G + C (+ C), d_in] rows x, a, d_g (no d_g in the first layer)
+    right: list[Tensor]  # [P, C G + C (+ C), d_out] rows d_y, d_z, delta
+    x: list[Tensor]  # layer inputs of the read
+    a: list[Tensor]
+    delta: list[Tensor]
+    slope: list[Tensor]  # phi'(z) of the hidden layers
+    curve: list[Tensor]  # dl/da phi''(z)
+    read_slope: list[Tensor]
+    read_y: Tensor  # f(W, q) before the LayerNorm
+    pairs: list[Tensor]  # x . a of the upper layers, if the tape has it
+    error: Tensor
+    normed: Standardised | None
+    u: Tensor | None  # dl/dh
+    ln: list[Tensor] | None
+    pull: Pull | None  # with a gradient bound
+
+
+def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln) -> Rebuilt:
+    """A block's networks from what its chunks left on the tape: elementwise work only."""
+    k, q, offset = (x[block.here] for x in (k, q, offset))
+    ln = None if ln is None else [block.spread(x) for x in ln]
+    C, name = k.shape[1], plan.net.activation
+    rows, both = q.shape[1], q.shape[1] + C
+    hidden, grad_act = ([x[block.here] for x in y] for y in (tape.hidden, tape.grad_act))
+    top, pairs = tape.top[block.here], [x[block.here] for x in tape.pairs]
+    x, a, delta, slope, curve, read_slope = [q], [k], [], [], [], []
+    left, right = [torch.cat([q, k], 1)], []
+    for i, z in enumerate(hidden):
+        left.append(q.new_empty(len(q), both + C, z.shape[-1]))
+        right.append(q.new_empty(len(q), both + (C if i else 0), z.shape[-1]))
+        x.append(left[-1][:, :rows])
+        a.append(left[-1][:, rows:both])
+        slope_, rest = slopes(name, z, left[-1][:, :both])
+        read_slope.append(slope_[:, :rows])
+        slope.append(slope_[:, rows:])
+        curve.append(curves(name, z[:, rows:], a[-1], rest[:, rows:], grad_act[i]))
+        delta.append(torch.mul(grad_act[i], slope[-1], out=right[-1][:, both:] if i else None))
+    normed = u = None
+    error = last = top
+    if ln is not None:
+        normed = standardise(top, plan.net.eps)
+        error = torch.addcmul(offset, ln[0], normed.h)
+        u = ln[0] * error
+        last = through_standardise(u, normed)
+    delta.append(last)
+    pull = None if plan.bound is None else bound_pull(a, delta, plan.bound)
+    right.append(q.new_empty(len(q), both + (C if L > 1 else 0), last.shape[-1]))
+    if L > 1:
+        right[-1][:, both:] = last
+    return Rebuilt(
+        left,
+        right,
+        x,
+        a,
+        delta,
+        slope,
+        curve,
+        read_slope,
+        tape.read_y[block.here] if ln else None,
+        pairs,
+        error,
+        normed,
+        u,
+        ln,
+        pull,
+    )
+
+
+def bound_pull(a: list[Tensor], delta: list[Tensor], bound: float) -> Pull:
+    """What a gradient bound adds to the backward. With r = sum_l |a_l|^2 |delta_l|^2 / bound^2 the scale of g is s =
+    1 / sqrt(r) where r > 1, and dL = -(s dL/ds) dr / 2r."""
+    square = squares(a, delta, bound)
+    r = excess(square)
+    share = torch.where(r > 1, -1 / (r * bound), 0.0)
+    to_a = [x * (share * d)[..., None] for x, (_, d) in zip(a, square)]
+    return Pull(r.rsqrt(), to_a, [y * (share * x)[..., None] for y, (x, _) in zip(delta, square)])
