@@ -356,6 +356,17 @@ def commands(text: str) -> list[list[str]]:
     return [found for line in blocks.splitlines() if (found := shlex.split(line, comments=True))]
 
 
+def test_expected_results_are_those_of_the_kept_runs():
+    table = (FOLDER / "tnt_debug/README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| ([\d.]+) \|$", table, re.M)
+    kept = {path.stem: json.loads(path.read_text()) for path in (FOLDER / "benchmarks/results/tnt_debug").iterdir()}
+    assert sorted(kept) == sorted(name for name, _, _ in rows)
+    for name, tokens, perplexity in rows:
+        run = kept[name]
+        assert run["command"] == f"tnt train --config tnt_debug/{name}"
+        assert (tokens, perplexity) == (f"{run['tokens_trained']:,}", f"{run['metrics']['perplexity']:.1f}")
+
+
 def test_the_index_lists_every_recipe():
     text = (FOLDER / "README.md").read_text()
     linked = set(re.findall(r"\]\((\w+)/README\.md\)", text)) | set(re.findall(r"\]\((\w+)/?\)", text))
