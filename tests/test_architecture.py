@@ -33,7 +33,7 @@ ARROWS = {
     "coefficients_tnt": set(),
     "grid_tnt": set(),
     "scan_tnt": {"network_tnt", "coefficients_tnt"},
-    "rebuild_tnt": {"network_tnt", "scan_tnt"},
+    "rebuild_tnt": {"network_tnt", "coefficients_tnt", "scan_tnt"},
     "block_tnt": {"network_tnt", "coefficients_tnt", "scan_tnt", "rebuild_tnt"},
     "reverse_tnt": {"network_tnt", "coefficients_tnt", "scan_tnt", "rebuild_tnt", "block_tnt"},
     "inputs_tnt": set(),

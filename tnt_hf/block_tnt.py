@@ -17,7 +17,7 @@ from torch import Tensor
 from .coefficients_tnt import Coef
 from .network_tnt import Standardised, standardise, through_standardise
 from .rebuild_tnt import Rebuilt
-from .scan_tnt import Block, Plan, Tape, c_end, copied, end_gradients, grouped, s_end, ungrouped, weighted
+from .scan_tnt import Block, Ends, Plan, Tape, c_end, copied, end_gradients, grouped, s_end, ungrouped
 
 
 class Running(NamedTuple):
@@ -53,12 +53,11 @@ def _dot(x: Tensor, y: Tensor, out: Tensor) -> None:
 class BlockBackward:
     """Closed-form gradient of a block. Adds into `Backward`'s sums; `run` takes and returns the `Running`."""
 
-    def __init__(self, back: Backward, block: Block, built: Rebuilt, q, d_o, coef: Coef):
-        self.back, self.block, self.built = back, block, built
-        self.q, self.d_o, coef = q[block.here], d_o[block.here], coef.part(block.here)
-        self.coef = coef = coef if built.pull is None else coef.shrunk(built.pull.scale)
+    def __init__(self, back: Backward, block: Block, built: Rebuilt, q, d_o):
+        self.back, self.block, self.built, self.q, self.d_o = back, block, built, q, d_o
+        self.coef = coef = built.coef
         plan, a, delta = back.plan, built.a, built.delta
-        self.L, self.C, self.rows, self.current = len(a), a[0].shape[1], self.q.shape[1], plan.current
+        self.L, self.C, self.rows, self.current = len(a), a[0].shape[1], q.shape[1], plan.current
         self.narrow = [x.shape[-1] <= y.shape[-1] for x, y in zip(a, delta)]  # a is the narrower factor
         self.grad = [None if x is None else x[block.here] for x in back.grad]
         self.plain = self.current and coef.A is None and coef.D is None
@@ -112,6 +111,8 @@ class BlockBackward:
         self.d_y = [*below, self.top]  # gradients of the layers' x W_t
         self.through_W, self.through_S = ([blank(y, z is not None) for y in x] for z in (self.A, self.D))
         self.d_qk = block.blank(q, self.rows + self.C, q.shape[2])
+        # reads of chunk-start weights and inner gradients go through the same weights, in one product
+        self.d_hidden = [] if self.current else [blank(y) for y in built.slope]
         self.dots = q.new_zeros(len(q), 3, L)  # of the chunk-end gradients: d W . S, d S . S, d W . (W - target)
 
     def _cuts(self):
@@ -119,20 +120,16 @@ class BlockBackward:
         cut, cuts, built, coef, rows, C = self.block.cut, self.block.cuts, self.built, self.coef, self.rows, self.C
         a, delta, L = built.a, built.delta, self.L
 
-        def ends(weight, moved):  # of a chunk-end sum -sum_i weight_i a_i^T delta_i, per layer
+        def ends(weight, pushed, moved):  # of a chunk-end sum -sum_i weight_i a_i^T delta_i, per layer
             if weight is None:
                 return [None] * len(self.block.sizes)
-            pushed = weighted(weight, a, delta)
             scaled = [x if narrow else y for (x, y), narrow in zip(pushed, self.narrow)]
             return list(zip(cut(-weight), cuts(scaled), cuts(moved)))
 
-        def last(y):
-            return None if y is None else y[:, -1, None, None]
-
-        self.ends_, self.ends_S_ = ends(c_end(coef), self.moved), ends(s_end(coef), self.moved_S)
-        keep = last(coef.A)
-        m_end = None if coef.m_end is None else coef.m_end[:, None, None]
-        self.state_ = cuts([last(coef.D), m_end, keep, None if keep is None else 1 - keep, self.dots])
+        self.ends_ = ends(c_end(coef), built.pushed, self.moved)
+        self.ends_S_ = ends(s_end(coef), built.pushed_S, self.moved_S)
+        keep, D, m = Ends.of(coef)
+        self.state_ = cuts([D, m, keep, None if keep is None else 1 - keep, self.dots])
         self.A_, self.D_, self.d_x_ = map(cut, (self.A, self.D, self.d_x))
         self.pairs_ = cut(self.pairs if self.current and L > 2 else None)
         self.minus_ = cuts([x.mT for x in self.minus[:-1]] if self.current else ())
@@ -141,7 +138,10 @@ class BlockBackward:
         self.left_ = cuts([x.mT for x in built.left])
         self.d_a_, self.d_delta_, self.g_, self.d_y_ = map(cuts, (self.d_a, self.d_delta, self.g, self.d_y))
         self.through_W_, self.through_S_ = cuts(self.through_W), cuts(self.through_S)
-        self.slope_, self.curve_, self.read_slope_ = map(cuts, (built.slope, built.curve, built.read_slope))
+        self.slope_, self.read_slope_ = (
+            cuts([x[:, y] for x in built.slope]) for y in (slice(rows, None), slice(rows))
+        )
+        self.curve_ = cuts(built.curve)
         self.into_ = cuts([x[:, :rows] for x in built.right[:-1]] if self.A is not None else ())  # A d_y
         self.d_z_ = cuts([x[:, rows : rows + C] for x in built.right])
         self.d_g_ = cuts([x[:, rows + C :] for x in built.left])
@@ -149,9 +149,11 @@ class BlockBackward:
         if built.pull is not None:
             self.along = self.block.blank(a[0], self.C, 1)
             self.pull_ = list(zip(cuts(built.pull.to_a), cuts(built.pull.to_delta), cut(self.along)))
-        self.fused = self.plain and L > 1 and not self.back.plan.carried
+        self.fused = not self.current or (self.plain and L > 1 and not self.back.plan.carried)
         if self.fused:
-            self.both_, self.qk_ = cut(built.right[0][:, : rows + C]), cut(self.d_qk)
+            self.both_ = cuts([x[:, : rows + C] for x in (built.right if not self.current else built.right[:1])])
+            self.qk_, self.slopes_ = cut(self.d_qk), cuts(() if self.current else built.slope)
+            self.d_hidden_ = cuts([*self.d_hidden, *(x[:, rows:] for x in self.d_hidden)])
         else:
             self.q_, self.k_ = cut(self.d_qk[:, :rows]), cut(self.d_qk[:, rows:])
         if built.ln is not None:
@@ -182,7 +184,8 @@ class BlockBackward:
                         w.baddbmm_(scaled[i].mT, delta[i]) if self.narrow[i] else w.baddbmm_(a[i].mT, scaled[i])
             carried = plan.carried and step == 0
             start = self.back.xi if carried else W
-            self._chunk_reads(j, n, W, S, start)
+            if self.current:
+                self._chunk_reads(j, n, W, S)
             if self.pull_ is not None:
                 self._chunk_bound(j)
             self._chunk_inner(j, start)
@@ -247,15 +250,15 @@ class BlockBackward:
             d_a.baddbmm_(scaled, dw.mT, alpha=-1, beta=beta)
             torch.mul(minus_weight, m, out=d_delta) if fresh else d_delta.addcmul_(minus_weight, m)
 
-    def _chunk_reads(self, j, n, W, S, start):
+    def _chunk_reads(self, j, n, W, S):
         """The reads' products with the weights, top to bottom, and their share of d a and d delta."""
         L, d_y_, d_a, d_delta = self.L, self.d_y_[j], self.d_a_[j], self.d_delta_[j]
         for i in reversed(range(L)):
             if self.fused and i == 0:
                 break  # `_chunk_inner` has this product
-            w, d_y = (W if self.current else start)[i].mT, d_y_[i]
+            w, d_y = W[i].mT, d_y_[i]
             r = self.d_x_[j] if i == L - 1 else None
-            if self.current and not self.plain:
+            if not self.plain:
                 moved = self._through_state(j, i, n, d_y, w, S)
                 r = moved if r is None else r.add_(moved)
             elif r is None:
@@ -266,16 +269,15 @@ class BlockBackward:
                 if r is not self.q_[j]:
                     self.q_[j].copy_(r)
                 break
-            if self.current and i < L - 1:
+            if i < L - 1:
                 d_p = self.g_[j][i] * self.pairs_[j]
                 r.baddbmm_(d_p, self.a_[j][i], alpha=-1)
                 d_a[i].baddbmm_(d_p.mT, self.x_[j][i], alpha=-1)
             d_y = torch.mul(r, self.read_slope_[j][i - 1], out=d_y_[i - 1])
             if self.A is not None:
                 torch.mul(self.A_[j], d_y, out=self.into_[j][i - 1])
-            if self.current:
-                torch.bmm(d_y, self.delta_[j][i - 1].mT, out=self.g_[j][i - 1])
-                d_delta[i - 1].baddbmm_(self.minus_[j][i - 1], d_y)
+            torch.bmm(d_y, self.delta_[j][i - 1].mT, out=self.g_[j][i - 1])
+            d_delta[i - 1].baddbmm_(self.minus_[j][i - 1], d_y)
 
     def _through_state(self, j, i, n, d_y, w, S):
         """d x of the read x (A W_0 + (1 - A) W_target + D S_0); what d A and d D need is left in `through_*`."""
@@ -311,7 +313,8 @@ class BlockBackward:
         d_a, d_delta = self.d_a_[j], self.d_delta_[j]
         for i in range(L - 1):
             torch.mul(d_delta[i], slope[i], out=d_g[i + 1])
-            torch.mul(d_delta[i], self.curve_[j][i], out=d_z[i])
+            if self.current:
+                torch.mul(d_delta[i], self.curve_[j][i], out=d_z[i])
             d_delta[i + 1].baddbmm_(d_g[i + 1], start[i + 1])
         lam = d_delta[-1]
         if self.built.ln is None:
@@ -324,10 +327,16 @@ class BlockBackward:
             d_h.addcmul_(lam, u_h, value=-1).addcmul_(u, along_h, value=-1)
             torch.addcmul(through_standardise(d_h, normed), h, along_top, value=-1, out=d_z[-1])
         for i in reversed(range(1, L)):
-            d_a[i].baddbmm_(d_z[i], start[i].mT)
-            d_z[i - 1].addcmul_(d_a[i], slope[i - 1])
+            if self.current:
+                d_a[i].baddbmm_(d_z[i], start[i].mT)
+                d_z[i - 1].addcmul_(d_a[i], slope[i - 1])
+            else:
+                d_hidden = torch.bmm(self.both_[j][i], start[i].mT, out=self.d_hidden_[j][i - 1])
+                self.d_hidden_[j][L + i - 2].add_(d_a[i])
+                torch.mul(d_hidden, self.slopes_[j][i - 1], out=self.both_[j][i - 1])
+                d_z[i - 1].addcmul_(d_delta[i - 1], self.curve_[j][i - 1])
         if self.fused:
-            torch.bmm(self.both_[j], start[0].mT, out=self.qk_[j])
+            torch.bmm(self.both_[j][0], start[0].mT, out=self.qk_[j])
         else:
             torch.bmm(d_z[0], start[0].mT, out=self.k_[j])
 
@@ -336,9 +345,10 @@ class BlockBackward:
         block, built, coef, L = self.block, self.built, self.coef, self.L
         G, net, (x, a, delta) = self.back.plan.groups, self.back.plan.net, built[2:5]
         d_q, d_k, d_v, d_coef = *self.grad[:3], Coef(*self.grad[3:])
-        dq, dk = self.d_qk[:, : self.rows], self.d_qk[:, self.rows :]
+        d_q.copy_(self.d_qk[:, : self.rows])
+        d_k.copy_(self.d_qk[:, self.rows :])
         if self.d_a[0] is not None:
-            dk += self.d_a[0]
+            d_k += self.d_a[0]
         ends = [(c_end(coef), d_coef.theta if coef.c is None else d_coef.c[:, -1], self.moved)]
         if coef.s_end is not None:
             ends.append((s_end(coef), d_coef.s_end, self.moved_S))
@@ -349,7 +359,7 @@ class BlockBackward:
             for weight, d_weight, moved in ends:
                 d_weight.sub_(((a if self.narrow[i] else delta)[i] * moved[i]).sum(-1))
                 if i == 0 and self.d_a[0] is None:
-                    dk.addcmul_(weight, moved[0], value=-1)
+                    d_k.addcmul_(weight, moved[0], value=-1)
             if self.A is not None:
                 d_coef.A.add_(ungrouped((self.through_W[i] * x[i]).sum(-1), G))
                 if self.back.target is not None:
@@ -360,10 +370,9 @@ class BlockBackward:
             if self.current and i < L - 1:
                 if i == 0:
                     d_p = self.g[i] * self.pairs
-                    dq.baddbmm_(d_p, a[0], alpha=-1)
-                    dk.baddbmm_(d_p.mT, self.q, alpha=-1)
+                    d_q.baddbmm_(d_p, a[0], alpha=-1)
+                    d_k.baddbmm_(d_p.mT, self.q, alpha=-1)
                 self.d_pairs.addcmul_(self.g[i], self.p[i])
-        torch.add(dq, self.d_o, out=d_q) if net.residual else d_q.copy_(dq)
         if self.current:
             d_pairs = ungrouped(self.d_pairs, G)
             d_coef.theta.sub_(d_pairs.tril_().sum(1)) if coef.c is None else d_coef.c.sub_(d_pairs)
@@ -375,10 +384,12 @@ class BlockBackward:
             block.fold(self.back.d_ln[1], d_error.sum(1, keepdim=True))
         if built.pull is not None:
             if self.d_a[0] is None:
-                dk.addcmul_(built.pull.to_a[0], self.along)
+                d_k.addcmul_(built.pull.to_a[0], self.along)
             scale = built.pull.scale
             for d, s in ((d_coef.theta, scale), (d_coef.c, scale[:, None]), (d_coef.s_end, scale)):
                 if d is not None:
                     d *= s
         torch.neg(d_error, out=d_v)
-        torch.add(dk, d_error, out=d_k) if net.residual else d_k.copy_(dk)
+        if net.residual:
+            d_q += self.d_o
+            d_k += d_error

@@ -88,13 +88,15 @@ def inner_offset(net: Net, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     return offset if bias is None else offset + bias
 
 
-class Room(NamedTuple):
-    """Where `inner_gradient` leaves what the outer backward needs: z of the hidden layers, dl/da behind them, and at
-    the top y (with a LayerNorm) or the error."""
-
-    hidden: list[Tensor | None]
-    grad_act: list[Tensor | None]
-    top: Tensor | None
+def pass_through(net: Net, weights: list[Tensor], x: Tensor, first: Tensor | None = None, outs=None):
+    """Inputs `[x, a_1, ...]` and products `[z_1, ..., y]` of all layers. `first`: x @ W_1, if that is at hand; `outs`:
+    where to leave the products (`None`s: anywhere)."""
+    a, z = [x], []
+    for i, w in enumerate(weights):
+        if i:
+            a.append(activate(net.activation, z[-1]))
+        z.append(first if first is not None and i == 0 else product(a[-1], w, outs and outs[i]))
+    return a, z
 
 
 def inner_gradient(
@@ -103,35 +105,32 @@ def inner_gradient(
     k: Tensor,
     offset: Tensor,
     gain: Tensor | None,
-    first: Tensor | None = None,
-    room: Room | None = None,
+    passed: tuple[list[Tensor], list[Tensor]] | None = None,
+    room: tuple[list[Tensor | None], Tensor | None] | None = None,
 ):
     """The factors of g_{l,t} = a_{l-1,t}^T delta_{l,t} at `weights` (W_xi), in closed form.
 
     `offset` is `inner_offset(...)`, `gain` the LayerNorm's. Returns `(a, delta, error)`: layer inputs a_0..a_{L-1},
-    loss gradients delta_1..delta_L (both lists of `[..., C, width]`) and the error f(W, k) - v. `first`: k @ W_1, if
-    that is at hand. `room`: where to leave what the outer backward wants to see again.
+    loss gradients delta_1..delta_L (both lists of `[..., C, width]`) and the error f(W, k) - v. `passed`: what
+    `pass_through` says of k, if that is at hand. `room`: where to leave what the outer backward wants to see again,
+    dl/da behind each hidden layer and, at the top, y (with a LayerNorm) or the error.
     """
-    hidden, grad_act, top = room or Room([None] * len(weights), [None] * len(weights), None)
-    a, z = [k], []
-    y = product(k, weights[0], None if len(weights) == 1 else hidden[0]) if first is None else first
-    for i, w in enumerate(weights[1:], 1):
-        z.append(y)
-        a.append(activate(net.activation, y))
-        y = product(a[-1], w, top if i == len(weights) - 1 else hidden[i])
+    a, z = passed or pass_through(net, weights, k)
+    grad_act, top = room or ([None] * len(weights), None)
+    y = z[-1]
     if gain is None:
-        error = torch.add(y, offset, out=top)
-        delta = [error]
+        delta = error = torch.add(y, offset, out=top)
     else:
         if top is not None and y is not top:
             top.copy_(y)
         normed = standardise(y, net.eps)
         error = torch.addcmul(offset, gain, normed.h)
-        delta = [through_standardise(gain * error, normed)]
-    for i in reversed(range(len(z))):
-        d_a = product(delta[0], weights[i + 1].mT, grad_act[i])
-        delta.insert(0, through_activation(net.activation, d_a, z[i]))
-    return a, delta, error
+        delta = through_standardise(gain * error, normed)
+    deltas = [delta]
+    for i in range(len(a) - 2, -1, -1):
+        delta = through_activation(net.activation, product(delta, weights[i + 1].mT, grad_act[i]), z[i])
+        deltas.append(delta)
+    return a, deltas[::-1], error
 
 
 def slopes(name: str, z: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:

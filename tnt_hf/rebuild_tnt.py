@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .coefficients_tnt import Coef
 from .network_tnt import Standardised, curves, excess, slopes, squares, standardise, through_standardise
-from .scan_tnt import Block, Plan, Tape
+from .scan_tnt import Block, Plan, Tape, c_end, s_end, weighted
 
 
 class Pull(NamedTuple):
@@ -35,27 +36,30 @@ class Rebuilt(NamedTuple):
     x: list[Tensor]  # layer inputs of the read
     a: list[Tensor]
     delta: list[Tensor]
-    slope: list[Tensor]  # phi'(z) of the hidden layers
+    slope: list[Tensor]  # [P, C G + C, width] phi'(z) of the hidden layers, read and key
     curve: list[Tensor]  # dl/da phi''(z)
-    read_slope: list[Tensor]
-    read_y: Tensor  # f(W, q) before the LayerNorm
+    read_y: Tensor | None  # f(W, q) before the LayerNorm
     pairs: list[Tensor]  # x . a of the upper layers, if the tape has it
     error: Tensor
     normed: Standardised | None
     u: Tensor | None  # dl/dh
     ln: list[Tensor] | None
     pull: Pull | None  # with a gradient bound
+    coef: Coef  # of the bounded gradients
+    pushed: list[tuple[Tensor, Tensor]]  # factors of what the chunks write to W, see `weighted`
+    pushed_S: list[tuple[Tensor, Tensor]] | None
 
 
-def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln) -> Rebuilt:
+def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln, coef: Coef) -> Rebuilt:
     """A block's networks from what its chunks left on the tape: elementwise work only."""
-    k, q, offset = (x[block.here] for x in (k, q, offset))
+    k, q, offset, coef = k[block.here], q[block.here], offset[block.here], coef.part(block.here)
     ln = None if ln is None else [block.spread(x) for x in ln]
     C, name = k.shape[1], plan.net.activation
     rows, both = q.shape[1], q.shape[1] + C
-    hidden, grad_act = ([x[block.here] for x in y] for y in (tape.hidden, tape.grad_act))
-    top, pairs = tape.top[block.here], [x[block.here] for x in tape.pairs]
-    x, a, delta, slope, curve, read_slope = [q], [k], [], [], [], []
+    key, read, grad_act, pairs = ([x if x is None else x[block.here] for x in y] for y in tape[:4])
+    hidden = [torch.cat(z, 1) for z in zip(read[:-1], key)] if plan.current else key[:-1]
+    top, read_y = key[-1] if plan.current else key[-1][:, rows:], read[-1] if plan.current else key[-1][:, :rows]
+    x, a, delta, slope, curve = [q], [k], [], [], []
     left, right = [torch.cat([q, k], 1)], []
     for i, z in enumerate(hidden):
         left.append(q.new_empty(len(q), both + C, z.shape[-1]))
@@ -63,10 +67,9 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln) -> R
         x.append(left[-1][:, :rows])
         a.append(left[-1][:, rows:both])
         slope_, rest = slopes(name, z, left[-1][:, :both])
-        read_slope.append(slope_[:, :rows])
-        slope.append(slope_[:, rows:])
+        slope.append(slope_)
         curve.append(curves(name, z[:, rows:], a[-1], rest[:, rows:], grad_act[i]))
-        delta.append(torch.mul(grad_act[i], slope[-1], out=right[-1][:, both:] if i else None))
+        delta.append(torch.mul(grad_act[i], slope_[:, rows:], out=right[-1][:, both:] if i else None))
     normed = u = None
     error = last = top
     if ln is not None:
@@ -75,26 +78,15 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln) -> R
         u = ln[0] * error
         last = through_standardise(u, normed)
     delta.append(last)
-    pull = None if plan.bound is None else bound_pull(a, delta, plan.bound)
     right.append(q.new_empty(len(q), both + (C if L > 1 else 0), last.shape[-1]))
     if L > 1:
         right[-1][:, both:] = last
+    pull = None if plan.bound is None else bound_pull(a, delta, plan.bound)
+    coef = coef if pull is None else coef.shrunk(pull.scale)
+    pushed = weighted(c_end(coef), a, delta)
+    pushed_S = None if coef.s_end is None else weighted(s_end(coef), a, delta)
     return Rebuilt(
-        left,
-        right,
-        x,
-        a,
-        delta,
-        slope,
-        curve,
-        read_slope,
-        tape.read_y[block.here] if ln else None,
-        pairs,
-        error,
-        normed,
-        u,
-        ln,
-        pull,
+        left, right, x, a, delta, slope, curve, read_y, pairs, error, normed, u, ln, pull, coef, pushed, pushed_S
     )
 
 

@@ -19,7 +19,7 @@ from .block_tnt import Backward, BlockBackward, Running
 from .coefficients_tnt import Coef
 from .network_tnt import inner_offset
 from .rebuild_tnt import rebuild
-from .scan_tnt import Plan, Tape, blank_tape, blocks, c_end, cut, s_end, scan, weighted, whole, write_chunk
+from .scan_tnt import Ends, Plan, Tape, blank_tape, blocks, cut, scan, whole, write_chunk
 
 
 BLOCK_ELEMENTS = 1 << 17  # of a block's widest activation: few kernel launches, and a block stays in the cache
@@ -49,9 +49,10 @@ class ChunkScan(torch.autograd.Function):
         o, loss, *final = scan(plan, q, k, v, coef, ln, target, xi, W, S, tape=tape)
         if tape is not None:
             ctx.steps = [(j, S is not None) for j, (_, S) in tape.states.items()]
-            flat = [*tape.hidden, *tape.grad_act, tape.top, tape.read_y]
+            flat = [*tape.key, *tape.read, *tape.grad_act, *tape.pairs]
+            ctx.tape = [len(x) for x in tape[:4]]
             flat += [x for W, S in tape.states.values() for x in (*W, *(S or ()))]
-            ctx.save_for_backward(q, k, v, *coef, gain, bias, *states, *flat, *tape.pairs)
+            ctx.save_for_backward(q, k, v, *coef, gain, bias, *states, *flat)
         ctx.plan, ctx.depth = plan, depth
         if loss is not None:
             ctx.mark_non_differentiable(loss)
@@ -65,11 +66,10 @@ class ChunkScan(torch.autograd.Function):
         coef, (gain, bias), states, flat = Coef(*rest[:6]), rest[6:8], rest[8 : 8 + 4 * L], iter(rest[8 + 4 * L :])
         ln = None if gain is None else (gain, bias)
         kept = {}
-        hidden, grad_act = ([next(flat) for _ in range(L - 1)] for _ in range(2))
-        top, read_y = next(flat), next(flat)
+        parts = [[next(flat) for _ in range(n)] for n in ctx.tape]
         for j, momentum in ctx.steps:
             kept[j] = [next(flat) for _ in range(L)], [next(flat) for _ in range(L)] if momentum else None
-        tape = Tape(hidden, grad_act, top, read_y, list(flat), kept)
+        tape = Tape(*parts, kept)
         _, xi, S0, target = layers(states, L)
         zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, *coef)]
         d_target = None if target is None else [torch.zeros_like(x) for x in target]
@@ -82,11 +82,12 @@ class ChunkScan(torch.autograd.Function):
             group = []
             while todo and todo[-1].steps[0] >= begin:
                 block = todo.pop()
-                group.append((block, rebuild(plan, block, tape, L, k, q, offset, ln) if ctx.way == "replay" else None))
-            entries = replay(plan, tape, group, target, coef, L, room) if ctx.way == "replay" else []
+                replayed = ctx.way == "replay"
+                group.append((block, rebuild(plan, block, tape, L, k, q, offset, ln, coef) if replayed else None))
+            entries = replay(plan, tape, group, target, room) if ctx.way == "replay" else []
             for block, built in group:
-                built = built or rebuild(plan, block, tape, L, k, q, offset, ln)
-                run = BlockBackward(back, block, built, q, d_o, coef).run(run, entries)
+                built = built or rebuild(plan, block, tape, L, k, q, offset, ln, coef)
+                run = BlockBackward(back, block, built, q[block.here], d_o[block.here]).run(run, entries)
         none = [None] * L
         d_S0 = none if S0 is None else run.d_S
         return (
@@ -107,23 +108,25 @@ def layers(flat, L: int, kinds: int = 4) -> list[list[Tensor] | None]:
     return [None if x[0] is None else list(x) for x in parts]
 
 
-def replay(plan: Plan, tape: Tape, group, target, coef: Coef, L: int, room: dict) -> list:
+def replay(plan: Plan, tape: Tape, group, target, room: dict) -> list:
     """(W, S) before each chunk of a group of blocks (last block first), from the kept state before the first. `room`:
     memory for states, made once for all groups."""
     entries, last = [], group[0][0].steps[-1]
     W, S = tape.states[group[-1][0].steps[0]]
     for block, built in reversed(group):
-        scale = block.cut(built.pull and built.pull.scale)
-        for j, x, s in zip(block.steps, zip(*map(block.cut, (*built.a, *built.delta))), scale):
+        pushed, pushed_S = (
+            [None] * len(block.steps) if x is None else list(zip(*(block.cuts(pair) for pair in x)))
+            for x in (built.pushed, built.pushed_S)
+        )
+        ends = map(Ends._make, block.cuts(Ends.of(built.coef)))
+        for j, end, to_W, to_S in zip(block.steps, ends, pushed, pushed_S):
             n = plan.counts[j]
             W, S = cut(W, n), cut(S, n)
             entries.append((W, S))
             if j < last:
-                here = coef.part(slice(plan.starts[j], plan.starts[j] + n)).shrunk(s)
-                pushed_S = None if here.s_end is None else weighted(s_end(here), x[:L], x[L:])
                 if len(entries) not in room:
                     like = [w.new_empty(plan.counts[0], *w.shape[1:]) for w in W]
-                    room[len(entries)] = like, pushed_S and [torch.empty_like(w) for w in like]
+                    room[len(entries)] = like, to_S and [torch.empty_like(w) for w in like]
                 into = tuple(cut(y, n) for y in room[len(entries)])
-                W, S = write_chunk(W, S, cut(target, n), here, weighted(c_end(here), x[:L], x[L:]), pushed_S, into)
+                W, S = write_chunk(W, S, cut(target, n), end, to_W, to_S, into)
     return entries

@@ -22,7 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .coefficients_tnt import Coef
-from .network_tnt import Net, Room, activate, excess, inner_gradient, inner_offset, squares, standardise
+from .network_tnt import (
+    Net,
+    activate,
+    excess,
+    inner_gradient,
+    inner_offset,
+    pass_through,
+    squares,
+    standardise,
+)
 
 
 class Plan(NamedTuple):
@@ -139,55 +148,58 @@ def weighted(weights: Tensor, a: list[Tensor], delta: list[Tensor]) -> list[tupl
     return [(weights * x, y) if x.shape[-1] <= y.shape[-1] else (x, weights * y) for x, y in zip(a, delta)]
 
 
-def _read_chunk(plan: Plan, base, S, target, start, q, coef: Coef, pairs, pushed, first, room):
-    """f(W, q) before the LayerNorm, for the chunk's queries. `pushed`: (a, delta) of the writes that are read, to be
-    weighted by `pairs` `[(P,) C G, C]`; `first`: q @ W_1 of the weights that are read, if at hand; `room`: where to
-    leave the z of all layers (the last is the result) and x . a of the upper ones."""
-    net, x, (zs, ps) = plan.net, q, room
-    if plan.current:
-        A = None if coef.A is None else grouped(coef.A, plan.groups)[..., None]
-        D = None if S is None else grouped(coef.D, plan.groups)[..., None]
-    for i, w in enumerate(base if plan.current else start):
+def _read_chunk(net: Net, W, S, target, q, A, D, pairs, pushed, first, zs, ps):
+    """f(W_t, q) before the LayerNorm, for the chunk's queries. `pushed`: (a, delta) of the writes that are read, to be
+    weighted by `pairs` `[(P,) C G, C]`; `first`: q @ W_1; `zs`: where to leave the z of all layers (the last is the
+    result, `None`: anywhere); `ps`: and x . a of the upper ones."""
+    x, last = q, len(W) - 1
+    for i, w in enumerate(W):
         out = zs[i]
-        y = torch.bmm(x, w, out=out) if first is None or i else first
-        if plan.current:
-            if A is not None:
-                y = torch.mul(A, y, out=out) if target is None else torch.lerp(torch.bmm(x, target[i]), y, A, out=out)
-            if S is not None:
-                y = torch.addcmul(y, D, torch.bmm(x, S[i]), out=out)
-            a, delta = pushed[i]
-            p = torch.bmm(x, a.mT, out=ps[i])
-            y.baddbmm_(pairs * p, delta, alpha=-1)
-        x = activate(net.activation, y) if i < len(base) - 1 else y
-    if x is not out:
-        out.copy_(x)
+        y = torch.bmm(x, w, out=out) if i else first
+        if A is not None:
+            y = torch.mul(A, y, out=out) if target is None else torch.lerp(torch.bmm(x, target[i]), y, A, out=out)
+        if S is not None:
+            y = torch.addcmul(y, D, torch.bmm(x, S[i]), out=out)
+        a, delta = pushed[i]
+        y = torch.baddbmm(y, pairs * torch.bmm(x, a.mT, out=ps[i]), delta, alpha=-1, out=out)
+        if i < last:
+            x = activate(net.activation, y)
 
 
-def write_chunk(W, S, target, coef: Coef, pushed, pushed_S, into=None):
+class Ends(NamedTuple):
+    """How the state before a chunk enters the state behind it, `[P, 1, 1]` each: W_C = keep W_0 + D S_0, S_C = m
+    S_0."""
+
+    keep: Tensor | None
+    D: Tensor | None
+    m: Tensor | None
+
+    @classmethod
+    def of(cls, coef: Coef) -> "Ends":
+        last = (None if x is None else x[:, -1] for x in (coef.A, coef.D))
+        return cls(*(None if x is None else x[:, None, None] for x in (*last, coef.m_end)))
+
+
+def write_chunk(W, S, target, ends: Ends, pushed, pushed_S, into=None):
     """Weights and momentum after the chunk: W_C = A W_0 + (1 - A) W_target + D S_0 - sum_i c_{C,i} g_i and S_C
     likewise. `pushed`, `pushed_S`: their sums' factors, see `weighted`. `into`: tensors (W, S) for the result, the
     old ones even; a write costs several passes over weights, and fresh memory costs as much as a pass."""
     new_W, new_S = [], None if pushed_S is None else []
     to_W, to_S = into or ([None] * len(W), None)
-    keep, D, m = (None if x is None else x[..., None, None] for x in (coef.A, coef.D, coef.m_end))
+    keep, D, m = ends
     for i, (w, (x, y)) in enumerate(zip(W, pushed)):
         out = to_W[i]
         if keep is not None:
-            if target is None:
-                w = torch.mul(keep[:, -1], w, out=out)
-            else:
-                w = torch.lerp(target[i], w, keep[:, -1], out=out)
-            out = w
+            out = w = torch.mul(keep, w, out=out) if target is None else torch.lerp(target[i], w, keep, out=out)
         if S is not None:
-            out = w = torch.addcmul(w, D[:, -1], S[i], out=out)
+            out = w = torch.addcmul(w, D, S[i], out=out)
         new_W.append(torch.baddbmm(w, x.mT, y, alpha=-1, out=out))
         if pushed_S is not None:
             x, y = pushed_S[i]
             if S is None:
                 new_S.append(-torch.bmm(x.mT, y))
             else:
-                s = torch.mul(m, S[i], out=to_S and to_S[i])
-                new_S.append(s.baddbmm_(x.mT, y, alpha=-1))
+                new_S.append(torch.mul(m, S[i], out=to_S and to_S[i]).baddbmm_(x.mT, y, alpha=-1))
     return new_W, new_S
 
 
@@ -221,39 +233,28 @@ class Tape(NamedTuple):
     """What the forward keeps for the backward: the parts of the networks that cost a product with the weights, for
     all programs, and the states before some of the chunks (`states` has their steps as keys)."""
 
-    hidden: list[Tensor]  # [N H, C G + C, width] z of the hidden layers, read and key
-    grad_act: list[Tensor]  # [N H, C, width] dl/da behind them
-    top: Tensor  # [N H, C, V] y of the key with a LayerNorm, without one the error
-    read_y: Tensor | None  # [N H, C G, V] y of the read, with a LayerNorm
+    # [N H, C, width] z of the key's hidden layers, and at the top y with a LayerNorm, without one the error. Reads of
+    # "chunk_start" see the same weights: [N H, C G + C, width], a token's queries and then its key
+    key: list[Tensor]
+    read: list[Tensor | None]  # [N H, C G, width] the same for reads of "current"; y only with a LayerNorm
+    grad_act: list[Tensor]  # [N H, C, width] dl/da behind the hidden layers
     pairs: list[Tensor]  # [N H, C G, C] x . a of the upper layers, if that is small
     states: dict[int, tuple[list[Tensor], list[Tensor] | None] | None]
 
 
 def blank_tape(plan: Plan, q: Tensor, k: Tensor, W: list[Tensor], coef: Coef, ln, steps) -> Tape:
     """A tape for `scan` to fill, with the states before `steps`."""
-    (*hidden, V), rows, C, every = [w.shape[2] for w in W], q.shape[1], k.shape[1], whole(plan, len(q))
+    widths, rows, C, every = [w.shape[2] for w in W], q.shape[1], k.shape[1], whole(plan, len(q))
     # x . a is dear where `a` is wide, and small where C is; with theta on a it would not be x . a
     wide = coef.c is not None or all(w.shape[1] > w.shape[2] for w in W[1:])
+    read = [every.blank(q, rows, n) for n in (widths if ln else widths[:-1])] if plan.current else []
     return Tape(
-        [every.blank(q, rows + C, n) for n in hidden],
-        [every.blank(q, C, n) for n in hidden],
-        every.blank(q, C, V),
-        None if ln is None else every.blank(q, rows, V),
-        [every.blank(q, rows, C) for _ in hidden] if plan.current and C <= W[0].shape[2] and wide else [],
+        [every.blank(q, C if plan.current else rows + C, n) for n in widths],
+        [*read, None] if plan.current and ln is None else read,
+        [every.blank(q, C, n) for n in widths[:-1]],
+        [every.blank(q, rows, C) for _ in widths[1:]] if plan.current and C <= W[0].shape[2] and wide else [],
         dict.fromkeys(steps),
     )
-
-
-def _rooms(plan: Plan, every: Block, tape: Tape | None, o: Tensor | None, rows: int, L: int) -> list[tuple]:
-    """Where each chunk leaves what is kept: the first layer's z, `inner_gradient`'s `Room` and `_read_chunk`'s."""
-    none = [[None] * L] * len(plan.counts)
-    if tape is None:
-        return [(None, None, ([*x[1:], y], x)) for x, y in zip(none, every.cut(o))]
-    first = every.cut(tape.hidden[0]) if L > 1 else [None] * len(none)
-    key, read = (every.cuts([z[:, x] for z in tape.hidden]) for x in (slice(rows, None), slice(rows)))
-    inner = map(Room, key, every.cuts(tape.grad_act), every.cut(tape.top))
-    pairs = every.cuts([None, *tape.pairs]) if tape.pairs else none
-    return list(zip(first, inner, (([*z, y], p) for z, y, p in zip(read, every.cut(o), pairs))))
 
 
 def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, tape: Tape | None = None):
@@ -262,46 +263,65 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, tape: Tape | None = No
 
     `coef` is that of unbounded gradients. `tape`: to fill. Writes in place: not for autograd, see `ChunkScan`.
     """
-    losses, ended, last, C, rows = [], [], len(plan.counts) - 1, k.shape[1], q.shape[1]
-    owned = False  # W and S are this scan's to overwrite
+    losses, ended, last, C, rows, L = [], [], len(plan.counts) - 1, k.shape[1], q.shape[1], len(W)
+    net, current, owned = plan.net, plan.current, False  # owned: W and S are this scan's to overwrite
     every = whole(plan, len(q))
-    offset = inner_offset(plan.net, k, v, None if ln is None else every.spread(ln[1]))
-    causal = _causal(rows, C, q) if plan.current else None
-    kept = tape is not None and tape.read_y is not None
-    o = tape.read_y if kept else every.blank(q, rows, W[-1].shape[2])
-    rooms = _rooms(plan, every, tape, o, rows, len(W))
-    coefs, ends = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
+    offset = inner_offset(net, k, v, None if ln is None else every.spread(ln[1]))
+    o = tape.read[-1] if tape is not None and current else None
+    o = every.blank(q, rows, W[-1].shape[2]) if o is None else o
+    none = [(None,) * L] * (last + 1)
+    keys, reads, grad_acts, all_pairs = none, [(None,) * (L - 1) + (x,) for x in every.cut(o)], none, none
+    if tape is not None:
+        keys, grad_acts = every.cuts(tape.key), every.cuts(tape.grad_act)
+        if current:
+            reads = every.cuts([*tape.read[:-1], o])
+        if tape.pairs:
+            all_pairs = every.cuts([None, *tape.pairs])
     inputs = every.cuts([torch.cat([q, k], 1), q, k, offset])
+    coefs, written = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
+    ends = list(map(Ends._make, every.cuts(Ends.of(coef))))
+    if current:
+        causal = _causal(rows, C, q)
+        A, D = (None if x is None else grouped(x, plan.groups)[..., None] for x in (coef.A, coef.D))
+        scalars = every.cuts([A, D])
+        # a token's queries and key share the first product; the reads need theirs in a tensor of its own
+        scratch = q.new_empty(plan.counts[0], rows + C, W[0].shape[2])
     for j, n in enumerate(plan.counts):
-        (both_j, q_j, k_j, offset_j), (first, room, read_room) = inputs[j], rooms[j]
+        (both_j, q_j, k_j, offset_j), key, read = inputs[j], keys[j], reads[j]
         if tape is not None and j in tape.states:
             tape.states[j] = (copied(W), copied(S)) if owned else (W, S)
         start = xi if plan.carried and j == 0 else W
         if j == 0 or n < plan.counts[j - 1]:
             gain, goal = None if ln is None else ln[0][:n], cut(target, n)
-        query_first = key_first = None
-        if start is W or not plan.current:
-            first = torch.bmm(both_j, start[0], out=first)
-            if room is not None and room.hidden:  # `first` is where they belong
-                query_first, key_first = read_room[0][0], room.hidden[0]
-            else:
-                query_first, key_first = first.split_with_sizes((rows, C), 1)
-        a, delta, error = inner_gradient(plan.net, start, k_j, offset_j, gain, key_first, room)
-        c, (end, end_S) = coefs[j], ends[j]
+        if not current:
+            a, z = pass_through(net, start, both_j, outs=key)
+            read[-1].copy_(z[-1][:, :rows])
+            a, z = [[x[:, rows:] for x in y] for y in (a, z)]
+            top = z[-1] if ln is None else None
+        else:
+            first = torch.bmm(both_j, W[0], out=scratch[:n])
+            z_1 = None
+            if start is W:
+                z_1 = first[:, rows:] if tape is None or L == 1 else key[0].copy_(first[:, rows:])
+            a, z = pass_through(net, start, k_j, z_1, key)
+            top = key[-1]
+        a, delta, error = inner_gradient(net, start, k_j, offset_j, gain, (a, z), (grad_acts[j], top))
+        c, (end, end_S) = coefs[j], written[j]
         if plan.bound is not None:
             c = c.shrunk(excess(squares(a, delta, plan.bound)).rsqrt_())
             end, end_S = c_end(c), s_end(c)
         pushed = weighted(end, a, delta)
-        pairs, read = (causal, pushed) if c.c is None else (grouped(c.c, plan.groups), list(zip(a, delta)))
-        _read_chunk(plan, W, S, goal, start, q_j, c, pairs, read, query_first, read_room)
+        if current:
+            pairs, seen = (causal, pushed) if c.c is None else (grouped(c.c, plan.groups), list(zip(a, delta)))
+            A, D = scalars[j]
+            _read_chunk(net, W, S, goal, q_j, A, D, pairs, seen, first[:, :rows], read, all_pairs[j])
         if plan.keep_loss:
             losses.append(0.5 * error.square().sum(-1))
         rest = 0 if j == last else plan.counts[j + 1]
         if plan.keep_state or j < last:
             final = plan.keep_state and rest < n
-            pushed_S = None if c.s_end is None else weighted(end_S, a, delta)
-            into = (W, S) if owned and not final else None
-            W, S = write_chunk(W, S, goal, c, pushed, pushed_S, into)
+            pushed_S = None if end_S is None else weighted(end_S, a, delta)
+            W, S = write_chunk(W, S, goal, ends[j], pushed, pushed_S, (W, S) if owned and not final else None)
             owned = True
             if final:  # these rows end here
                 xi_end = [x[rest:] for x in (W if plan.full is True else start)]
@@ -314,8 +334,8 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, tape: Tape | None = No
     final = [None if x[0] is None else [torch.cat(y[::-1]) for y in zip(*x)] for x in zip(*ended)] or [None] * 3
     if ln is not None:
         gain, bias = (every.spread(x) for x in ln)
-        o = torch.addcmul(bias, gain, standardise(o, plan.net.eps).h)
-    o = o + q if plan.net.residual else o
+        o = torch.addcmul(bias, gain, standardise(o, net.eps).h)
+    o = o + q if net.residual else o
     return o, every.stack(losses) if plan.keep_loss else None, *final
 
 
