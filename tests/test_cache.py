@@ -97,6 +97,17 @@ def test_state_is_written_in_place_without_gradients_only():
     model(tokens(1, 3), past_key_values=cache).logits.sum().backward()
 
 
+def test_the_state_is_never_the_trained_w_init():
+    """Before a chunk's end W_xi is W_init; writing over it would change the model, which may be frozen."""
+    model = tiny_model(memory_implementation="naive").requires_grad_(False)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    cache = TNTCache(model.config)
+    model(tokens(1, 3), past_key_values=cache)  # gradients are enabled, but nothing wants one
+    go_on(model, cache, tokens(1, 9, seed=2))
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name
+
+
 # ------------------------------------------------------------------------------------------------------------ sessions
 
 

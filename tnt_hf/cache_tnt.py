@@ -378,4 +378,5 @@ def _assign(old: Tensor, new: Tensor) -> Tensor:
     in_place = not (torch.is_grad_enabled() or old.requires_grad) and old.shape == new.shape
     if in_place and not torch.compiler.is_compiling():
         in_place = not old.is_inference() or torch.is_inference_mode_enabled()
-    return old.copy_(new) if in_place else new
+    # A copy, for a state that nothing was written to yet may be the model's own W_init.
+    return old.copy_(new) if in_place else new.clone()
