@@ -24,8 +24,8 @@ PACKAGES = {
 }
 
 # Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, grid,
-# coefficients, network, scan, block, reverse and projection belong to memory_tnt (torch only), kernels_*_tnt to
-# kernels_tnt, costs to configuration_tnt, branch to modeling_tnt.
+# coefficients, network, scan, block, reverse, projection and step belong to memory_tnt (torch only), kernels_*_tnt to
+# kernels_tnt, costs to configuration_tnt, branch, features, convolution and masks to modeling_tnt, state to cache_tnt.
 ARROWS = {
     "configuration_tnt": set(),
     "costs_tnt": {"configuration_tnt"},
@@ -38,7 +38,9 @@ ARROWS = {
     "reverse_tnt": {"network_tnt", "coefficients_tnt", "scan_tnt", "rebuild_tnt", "block_tnt"},
     "inputs_tnt": set(),
     "projection_tnt": {"grid_tnt", "inputs_tnt"},
+    "step_tnt": {"network_tnt"},
     "memory_tnt": {
+        "step_tnt",
         "inputs_tnt",
         "network_tnt",
         "coefficients_tnt",
@@ -47,9 +49,31 @@ ARROWS = {
         "reverse_tnt",
         "projection_tnt",
     },
-    "cache_tnt": {"configuration_tnt", "costs_tnt", "memory_tnt"},
-    "branch_tnt": {"configuration_tnt", "memory_tnt", "projection_tnt", "cache_tnt"},
-    "modeling_tnt": {"configuration_tnt", "memory_tnt", "cache_tnt", "branch_tnt"},
+    "state_tnt": {"configuration_tnt", "step_tnt"},
+    "cache_tnt": {"configuration_tnt", "costs_tnt", "state_tnt"},
+    "convolution_tnt": set(),
+    "features_tnt": set(),
+    "branch_tnt": {
+        "features_tnt",
+        "configuration_tnt",
+        "memory_tnt",
+        "network_tnt",
+        "projection_tnt",
+        "step_tnt",
+        "state_tnt",
+        "convolution_tnt",
+    },
+    "masks_tnt": {"cache_tnt", "configuration_tnt", "convolution_tnt"},
+    "modeling_tnt": {
+        "masks_tnt",
+        "configuration_tnt",
+        "memory_tnt",
+        "cache_tnt",
+        "state_tnt",
+        "step_tnt",
+        "branch_tnt",
+        "convolution_tnt",
+    },
 }
 TORCH_ONLY = {name for name, siblings in ARROWS.items() if "configuration_tnt" not in siblings} - {"configuration_tnt"}
 HUB_PACKAGES = {"torch", "transformers", "huggingface_hub", "safetensors"}

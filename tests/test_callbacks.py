@@ -11,11 +11,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tnt_hf import TNTCache
 from tnt_hf.branch_tnt import TNTMemory
-from tnt_hf.cache_tnt import LayerState, StateLayout
 from tnt_hf.conversion import LiZAConfig, inject
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule, WindowDropout, narrow_window
 from tnt_hf.recipes.memory_statistics import first_row, memory_statistics
 from tnt_hf.recipes.training_plots import smoothed, spans_decades
+from tnt_hf.state_tnt import LayerState, StateLayout
 
 
 NO_SAVE = {"save_strategy": "no"}

@@ -11,7 +11,7 @@ Only valid tokens of one document meet: the convolution, the memory and its time
 packed document. This file travels with every pushed checkpoint.
 """
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,10 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .cache_tnt import LayerState, StateLayout
 from .configuration_tnt import MemorySpec, TNTConfig
+from .convolution_tnt import TNTCausalConv, convolve
+from .features_tnt import quadratic
 from .memory_tnt import MemoryState, memory_chunkwise
+from .network_tnt import Net
 from .projection_tnt import project_queries
+from .state_tnt import LayerState, StateLayout
+from .step_tnt import Clock, memory_step, project_step
 
 
 CAP_TOKENS = 64  # see `lr_factors`
@@ -70,13 +74,6 @@ class TNTGateLinear(nn.Linear):
         self.bias_start, self.zero_weight = bias_start, zero_weight
 
 
-class TNTCausalConv(nn.Conv1d):
-    """Depthwise convolution of `[B, C, L]` without padding that starts near the identity on the newest tap."""
-
-    def __init__(self, channels: int, kernel_size: int):
-        super().__init__(channels, channels, kernel_size, groups=channels, bias=False)
-
-
 class TNTMemoryUnit(nn.Module):
     """The parameters of one memory: W_init and the token-dependent gates theta, mu, alpha; float32 at least."""
 
@@ -84,6 +81,7 @@ class TNTMemoryUnit(nn.Module):
         super().__init__()
         H, D = config.memory_num_heads, config.memory_head_dim
         self.max_lr, self.eps = config.memory_max_lr, config.rms_norm_eps
+        self.net = Net(config.memory_activation, config.memory_residual, config.rms_norm_eps)
         self.options = {
             "activation": config.memory_activation,
             "residual": config.memory_residual,
@@ -121,18 +119,16 @@ class TNTMemoryUnit(nn.Module):
             o `[B, T, n, D]`, the state, the surprise `[B, T, H]`; the latter two `None` if not asked for.
         """
 
-        def gate(proj: nn.Linear | None) -> Tensor | None:
-            return None if proj is None else torch.sigmoid(proj(hidden_states.to(proj.weight.dtype)).to(q.dtype))
-
+        lr, momentum, decay = self.gates(hidden_states, lr_scale, q.dtype)
         layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)
         result = memory_chunkwise(
             q,
             k,
             v,
-            self.max_lr * lr_scale * gate(self.lr_proj),
+            lr,
             list(self.weights),
-            momentum=gate(self.momentum_proj),
-            decay=gate(self.decay_proj),
+            momentum=momentum,
+            decay=decay,
             chunk_size=spec.chunk_size,
             reset_interval=spec.reset_interval,
             read=spec.read,
@@ -141,6 +137,46 @@ class TNTMemoryUnit(nn.Module):
             **options,
         )
         return result if options["output_surprise"] else (*result, None)
+
+    def gates(self, hidden_states: Tensor, lr_scale: float, dtype: torch.dtype) -> list[Tensor | None]:
+        """theta, mu and alpha of tokens `[..., hidden]`: `[..., H]` of `dtype`, or `None` for what it has not."""
+        found = []
+        for proj, scale in ((self.lr_proj, self.max_lr * lr_scale), (self.momentum_proj, 1), (self.decay_proj, 1)):
+            if proj is not None:
+                found.append(torch.sigmoid(proj(hidden_states.to(proj.weight.dtype)).to(dtype)))
+                found[-1] = found[-1] if scale == 1 else found[-1] * scale
+            else:
+                found.append(None)
+        return found
+
+    def step(
+        self,
+        hidden_states: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: MemorySpec,
+        lr_scale: float,
+        state: MemoryState,
+        present: Tensor | None,
+        clock: Clock,
+    ) -> tuple[Tensor, Tensor]:
+        """One token of every row in place: hidden_states `[B, hidden]`, q `[B, H, G, K]`, k, v `[B, H, 1, D]`."""
+        dtype = state.weights[0].dtype
+        layernorm = None
+        if self.norm_weight is not None:
+            layernorm = [x.to(dtype)[:, None] for x in (self.norm_weight, self.norm_bias)]
+        options = {
+            **self.options,
+            "chunk_size": spec.chunk_size,
+            "reset_interval": spec.reset_interval,
+            "read": spec.read,
+            "query_projection": "none",  # it is shared by all memories, see TNTMemory
+            "layernorm": layernorm,
+        }
+        gates = self.gates(hidden_states, lr_scale, dtype)
+        init = [w.to(dtype) for w in self.weights]
+        return memory_step(state, init, self.net, options, q, k, v, *gates, present, clock)
 
 
 class TNTMemoryGate(nn.Module):
@@ -188,14 +224,6 @@ def lr_factors(config: TNTConfig) -> list[float]:
     return [C**-0.5 if kind == "train_chunk" else min(1.0, CAP_TOKENS / C) if kind == "capped" else 1.0 for C in sizes]
 
 
-def quadratic(x: Tensor) -> Tensor:
-    """`[..., D]` -> `[..., D (D + 1) / 2]`: the products x_i x_j, weighted so that quadratic(x) . quadratic(y) is
-    (x . y)^2. Keys of unit length keep it, and far more of them fit into a linear memory without interfering."""
-    i, j = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
-    weight = torch.where(i == j, x.new_ones(()), 2.0**0.5)
-    return x.index_select(-1, i) * (x.index_select(-1, j) * weight)  # `x[..., i]` has a slow backward
-
-
 class TNTMemory(nn.Module):
     """All memories of one layer over shared q, k, v."""
 
@@ -205,6 +233,9 @@ class TNTMemory(nn.Module):
         self.layer_idx = layer_idx
         self.shared = config.memory_projections == "shared"
         self.value_norm, self.head_dim = config.memory_value_norm, config.memory_head_dim
+        # attributes of a config are slow to read, and these are fixed by the weights
+        self.feature_map, self.naive = config.memory_feature_map, config.memory_implementation == "naive"
+        self.projection_norm = config.qk_projection_norm
         H, D = config.memory_num_heads, config.memory_head_dim
         self.channels = (config.num_attention_heads * config.head_dim, H * D, H * D)
         if not self.shared:
@@ -233,6 +264,7 @@ class TNTMemory(nn.Module):
         mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         output_surprise: bool = False,
+        clock: Clock | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
@@ -240,6 +272,7 @@ class TNTMemory(nn.Module):
             shared: the attention's q `[B, T, Q]`, k, v `[B, T, Hkv * head_dim]` before RoPE, with shared projections.
             layout: of the state, `StateLayout.of(config)` by default.
             mask: `[B, T]` bool, `False` = absent. segment_ids: `[B, T]` int, a change starts a new document.
+            clock: of one token after the cached ones, if it is known.
 
         Returns:
             m `[B, T, Q]` in the dtype of `hidden_states` and the surprise `[B, T]` or `None`.
@@ -247,22 +280,22 @@ class TNTMemory(nn.Module):
         layout = StateLayout.of(self.config) if layout is None else layout
         dtype, keep = wide(hidden_states.dtype), past_key_values is not None
         state = LayerState.read(past_key_values, self.layer_idx, layout) if keep else None
-        q, k, v = (
-            (proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)) if shared is None else shared
-        )
-        conv = None
+        if hidden_states.shape[1] == 1 and segment_ids is None and self._steps_in_place(state, dtype):
+            return self._step(hidden_states, shared, layout, state, mask, clock, output_surprise)
+        if shared is None:
+            shared = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        (q, k, v), conv = shared, None
         if self.taps:
-            qkv, conv = self._convolve(
-                torch.cat([q, k, v], -1), None if state is None else state.conv, mask, segment_ids
-            )
+            convs, tail = [self.q_conv, self.k_conv, self.v_conv], None if state is None else state.conv
+            qkv, conv = convolve(convs, [q, k, v], self.taps, tail, mask, segment_ids)
             q, k, v = qkv.split(self.channels, -1)
 
         with torch.autocast(hidden_states.device.type, enabled=False):
             q, k, v = (x.to(dtype).unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-            if self.config.memory_feature_map == "silu":
+            if self.feature_map == "silu":
                 q, k = F.silu(q), F.silu(k)
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-            if self.config.memory_feature_map == "quadratic":
+            if self.feature_map == "quadratic":
                 q, k = quadratic(q), quadratic(k)
             v = F.normalize(v, dim=-1) if self.value_norm else v
             o, new_state, surprise = self._remember(
@@ -274,16 +307,65 @@ class TNTMemory(nn.Module):
             new_state.write(past_key_values, self.layer_idx, layout)
         return o.flatten(-2).to(hidden_states.dtype), surprise
 
+    def _steps_in_place(self, state: LayerState | None, dtype: torch.dtype) -> bool:
+        """Whether one token may overwrite `state`: it is there, and nobody else can notice."""
+        if state is None or torch.is_grad_enabled() or self.naive:
+            return False
+        if any(unit._forward_hooks or unit._forward_pre_hooks or "forward" in vars(unit) for unit in self.memories):
+            return False
+        return torch.compiler.is_compiling() or state.is_writable(dtype)
+
+    def _step(self, hidden_states, shared, layout, state, mask, clock, output_surprise):
+        """`forward` for one token `[B, 1, hidden]` after `state`, which is overwritten."""
+        present, H, D = None if mask is None else mask[:, 0], self.channels[1] // self.head_dim, self.head_dim
+        clock = Clock.of(state.time, present) if clock is None else clock
+        if shared is None:
+            shared = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        if self.taps:
+            convs = [self.q_conv, self.k_conv, self.v_conv]
+            x, tail = convolve(convs, shared, self.taps, state.conv, mask, None)
+            state.conv.copy_(tail)
+        else:
+            x = torch.cat(shared, -1)
+        device = hidden_states.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            x = x.to(wide(x.dtype)).view(len(x), -1, D)  # the heads of q, k and v, made here, so overwritten here
+            keys = x[:, :-H]
+            if self.feature_map == "silu":
+                F.silu(keys, inplace=True)
+            units = x if self.value_norm else keys
+            units.div_(torch.linalg.vector_norm(units, dim=-1, keepdim=True).clamp_min_(1e-12))
+            if self.feature_map == "quadratic":
+                keys = quadratic(keys)
+            q, k, v = keys[:, :-H].unflatten(1, (H, -1)), keys[:, -H:, None], x[:, -H:, None]
+            queries = {
+                interval: project_step(
+                    state.projections[interval], q, k, interval, self.projection_norm, present, clock
+                )
+                for interval in layout.intervals
+            }
+            outputs, surprises, x = [], [], hidden_states[:, 0]
+            for spec, unit, scale, memory in zip(layout.specs, self.memories, self.lr_factors, state.memories):
+                query = q if spec.query_projection == "none" else queries[spec.projection_interval]
+                o, error = unit.step(x, query, k, v, spec, scale, memory, present, clock)
+                outputs.append(o)
+                if output_surprise:
+                    loss = 0.5 * error.square().sum(-1).mean(1)
+                    surprises.append(loss if present is None else loss * present[:, None])
+            state.time.add_(1 if present is None else present)
+            o = sum(outputs[1:], outputs[0]).flatten(1, 2)[:, None]
+            o = o if self.norm is None else self.norm(o)
+        return o.flatten(-2).to(hidden_states.dtype), torch.stack(surprises).mean(0) if output_surprise else None
+
     def _remember(self, hidden_states, q, k, v, layout, state, keep, mask, segment_ids, output_surprise):
         """Sum of all memories `[B, T, n, D]` (TNT Eq. 15), the new state and the mean surprise."""
-        config = self.config
         queries, projections = {}, {}
         for interval in layout.intervals:
             queries[interval], projections[interval] = project_queries(
                 q,
                 k,
                 reset_interval=interval,
-                normalize=config.qk_projection_norm,
+                normalize=self.projection_norm,
                 mask=mask,
                 segment_ids=segment_ids,
                 initial_state=None if state is None else (state.projections[interval], state.time),
@@ -309,50 +391,3 @@ class TNTMemory(nn.Module):
             surprises.append(surprise)
         new_state = LayerState(None, states, projections, states[0].time) if keep else None
         return total, new_state, torch.stack(surprises).mean((0, -1)) if output_surprise else None
-
-    def _convolve(
-        self, x: Tensor, tail: Tensor | None, mask: Tensor | None, segment_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """
-        Causal depthwise convolution of `x` `[B, T, C]` over the valid tokens of each document, as if each stood alone.
-
-        Returns the result, 0 at absent tokens, and the next call's `tail` `[B, C, kernel - 1]`: each row's last valid
-        inputs.
-        """
-        B, T, C = x.shape
-        tail = x.new_zeros(B, C, self.taps) if tail is None else tail.to(x.dtype)
-        if segment_ids is None and (mask is None or T == 1):
-            window = torch.cat([tail, x.transpose(1, 2)], -1)
-            new_tail, y = window[..., -self.taps :], self._depthwise(window).transpose(1, 2)
-            if mask is not None:
-                new_tail, y = torch.where(mask[..., None], new_tail, tail), y * mask[..., None]
-            return y, new_tail
-        # Move valid tokens together, documents apart by `taps` zeros, and look the results up again.
-        mask = torch.ones(B, T, dtype=torch.bool, device=x.device) if mask is None else mask
-        place = self.taps + mask.cumsum(1) - 1
-        length = self.taps + T
-        if segment_ids is not None:
-            documents = document_starts(segment_ids, mask, torch.ne).cumsum(1)
-            place = place + documents * self.taps
-            length += int(documents.max()) * self.taps
-        # Absent tokens share a slot nobody reads.
-        target = torch.where(mask, place, length)[..., None].expand(-1, -1, C)
-        row = torch.cat([tail.transpose(1, 2), x.new_zeros(B, length + 1 - self.taps, C)], 1).scatter(1, target, x)
-        y = self._depthwise(row[:, :length].transpose(1, 2)).transpose(1, 2)
-        y = y.gather(1, (place - self.taps).clamp_min(0)[..., None].expand(-1, -1, C)) * mask[..., None]
-        last = torch.where(mask, place, self.taps - 1).amax(1)
-        recent = last[:, None] + torch.arange(1 - self.taps, 1, device=x.device)
-        return y, row.gather(1, recent[..., None].expand(-1, -1, C)).transpose(1, 2)
-
-    def _depthwise(self, window: Tensor) -> Tensor:
-        """`[B, C, L]` -> `[B, C, L - taps]`; called as modules, so that adapters on them take effect."""
-        parts = zip((self.q_conv, self.k_conv, self.v_conv), window.split(self.channels, 1))
-        return torch.cat([conv(part) for conv, part in parts], 1)
-
-
-def document_starts(ids: Tensor, mask: Tensor | None, starts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`[B, T]` bool: valid tokens where `starts(id here, id of the previous valid token)` holds."""
-    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    index = torch.where(mask, torch.arange(ids.shape[1], device=ids.device), -1).cummax(1).values
-    previous = F.pad(index[:, :-1], (1, 0), value=-1)
-    return mask & (previous >= 0) & starts(ids, ids.gather(1, previous.clamp_min(0)))

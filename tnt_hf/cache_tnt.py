@@ -3,24 +3,15 @@
 Axis legend
     B batch   H memory heads   D memory head width   C tokens per chunk   S tokens between resets
 
-State slots of a layer with memory (`recurrent_states[j]`, in this order, see `memory_state_shapes`):
-
-    for each memory, each per network layer [B, H, d_in, d_out]:
-        W_t; W_xi, absent when C = 1 (it is W_t then); S_t, absent without momentum
-    for each distinct reset interval: M [B, H, D, D]
-    memory time [B] int64
-
-and `conv_states[0]` `[B, channels of q + k + v, kernel - 1]`, the convolution's last valid inputs. Everything is per
-batch row, so rows may be at different memory times, and nothing grows with the context.
-
-The library's `DynamicCache(config=...)` and `StaticCache(config=...)` hold the same slots and work as well; `TNTCache`
-adds correct batch operations, sessions on disk, and a check of the chunk sizes it was filled with.
+The slots of the state are described in state_tnt. The library's `DynamicCache(config=...)` and
+`StaticCache(config=...)` hold the same ones and work as well; `TNTCache` adds correct batch operations, sessions on
+disk, and a check of the chunk sizes it was filled with.
 """
 
 import json
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,9 +27,9 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from .configuration_tnt import MemorySpec, TNTConfig
+from .configuration_tnt import TNTConfig
 from .costs_tnt import memory_state_shapes
-from .memory_tnt import MemoryState
+from .state_tnt import store
 
 
 SESSION_FORMAT = "tnt-session-1"
@@ -245,7 +236,7 @@ class TNTCache(DynamicCache):
                     _require_shape(f"layers.{i}.state.{j}", state, (*rows, *shape))
                 if conv:
                     _require_shape(f"layers.{i}.conv.0", mine["conv.0"], (*rows, *conv))
-                _store(layer, mine["conv.0"], states)
+                store(layer, mine["conv.0"], states)
                 self.holds_padding |= bool((states[-1] != self.get_seq_length()).any())
         if tensors:
             raise ValueError(f"session: unknown tensor {min(tensors)!r}.")
@@ -263,7 +254,7 @@ def _resize(layer: LinearAttentionCacheLayerMixin, states: list[Tensor | None]) 
     LinearAttentionCacheLayerMixin.__init__(layer, number_of_states=len(states))
     layer.device, layer.dtype = known
     if states[-1] is not None:
-        _store(layer, conv, states)
+        store(layer, conv, states)
 
 
 def _with_chunk_sizes(config: TNTConfig, sizes: list[int]) -> TNTConfig:
@@ -294,89 +285,3 @@ def _compare(stored: dict[str, Any], current: dict[str, Any], ignore: tuple[str,
             raise ValueError(
                 f"{name}: the cache was filled with {stored.get(name)!r}, the model has {current[name]!r}."
             )
-
-
-# ------------------------------------------------------------------------------ states of a layer, for any cache class
-
-
-class StateLayout(NamedTuple):
-    """Which state tensors a memory layer has, in order; made once per forward, as attributes of a config are slow."""
-
-    specs: list[MemorySpec]
-    intervals: list[int | None]
-    depth: int
-    momentum: bool
-
-    @classmethod
-    def of(cls, config: TNTConfig) -> "StateLayout":
-        intervals = config.memory_projection_intervals
-        return cls(config.memory_specs, intervals, config.memory_depth, config.memory_momentum)
-
-
-class LayerState:
-    """What a memory layer reads from and writes to a cache.
-
-    Attributes:
-        conv: the convolution's last valid inputs `[B, channels, kernel - 1]` in the model's dtype, or `None`.
-        memories: one [`MemoryState`] per memory; `projection` is `None` there, because memories share it.
-        projections: `{reset interval: M [B, H, D, D]}`.
-        time: `[B]` int64.
-    """
-
-    def __init__(
-        self, conv: Tensor | None, memories: list[MemoryState], projections: dict[int | None, Tensor], time: Tensor
-    ):
-        self.conv, self.memories, self.projections, self.time = conv, memories, projections, time
-
-    @classmethod
-    def read(cls, cache: Cache, layer_idx: int, layout: StateLayout) -> "LayerState | None":
-        """The state of layer `layer_idx`, or `None` before its first token."""
-        layer = cache.layers[layer_idx]
-        if not layer.has_previous_state[0]:
-            return None
-        # The cache is written in place afterwards, which autograd must not see happen to a tensor it saved.
-        keep = torch.clone if torch.is_grad_enabled() else (lambda x: x)
-        flat = [keep(layer.recurrent_states[j]) for j in range(layer.number_of_states)]
-        conv = None if layer.conv_states[0] is None else keep(layer.conv_states[0])
-        time, take = flat.pop(), iter(flat)
-
-        def layers() -> list[Tensor]:
-            return [next(take) for _ in range(layout.depth)]
-
-        memories = []
-        for spec in layout.specs:
-            weights = layers()
-            start = layers() if spec.chunk_size > 1 else weights
-            memories.append(MemoryState(weights, start, layers() if layout.momentum else None, None, time))
-        projections = {interval: next(take) for interval in layout.intervals}
-        return cls(conv, memories, projections, time)
-
-    def write(self, cache: Cache, layer_idx: int, layout: StateLayout) -> None:
-        """Store the state in layer `layer_idx` of the cache."""
-        flat = []
-        for spec, memory in zip(layout.specs, self.memories):
-            flat += [*memory.weights, *(memory.chunk_weights if spec.chunk_size > 1 else []), *(memory.momentum or [])]
-        flat += [self.projections[interval] for interval in layout.intervals]
-        _store(cache.layers[layer_idx], self.conv, [*flat, self.time])
-
-
-def _store(layer: LinearAttentionCacheLayerMixin, conv: Tensor | None, states: list[Tensor]) -> None:
-    if conv is not None:
-        if not layer.is_conv_states_initialized[0]:
-            layer.lazy_initialization(conv_states=conv, state_idx=0)
-        layer.conv_states[0] = _assign(layer.conv_states[0], conv)
-    # Backwards: W_xi may have become what lies in the slot of W_t, which must not be overwritten before.
-    for j, state in reversed(list(enumerate(states))):
-        if not layer.is_recurrent_states_initialized[j]:
-            layer.lazy_initialization(recurrent_states=state, state_idx=j)
-        layer.recurrent_states[j] = _assign(layer.recurrent_states[j], state)
-    layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
-
-
-def _assign(old: Tensor, new: Tensor) -> Tensor:
-    """In place, as a compiled decoding step relies on fixed addresses, or a new tensor where autograd might notice."""
-    in_place = not (torch.is_grad_enabled() or old.requires_grad) and old.shape == new.shape
-    if in_place and not torch.compiler.is_compiling():
-        in_place = not old.is_inference() or torch.is_inference_mode_enabled()
-    # A copy, for a state that nothing was written to yet may be the model's own W_init.
-    return old.copy_(new) if in_place else new.clone()

@@ -14,26 +14,25 @@ LayerNorm, optional + x):
     W_t = (1 - alpha_t) W_{t-1} + alpha_t W_target + S_t     (Titans Eq. 13)
     o_t = f(W_t, q_t)  or  f(W_xi, q_t)                      read "current" (TNT Eq. 6-7) or "chunk_start" (Eq. 5)
 
-`memory_naive` is that text, token by token (and, for one token, the decode step). `memory_chunkwise` maps tokens onto
-chunks of memory time (`grid_tnt`), runs the dual form (`scan_tnt`) and maps back. The gradient of the memory's own
-loss is closed-form matrix algebra, so it learns in train(), eval(), no_grad() and inference_mode() alike. Travels
-with every pushed checkpoint.
+`memory_naive` is that text, token by token (`step_tnt`, where the decode step is as well). `memory_chunkwise` maps
+tokens onto chunks of memory time (`grid_tnt`), runs the dual form (`scan_tnt`) and maps back. The gradient of the
+memory's own loss is closed-form matrix algebra, so it learns in train(), eval(), no_grad() and inference_mode()
+alike. Travels with every pushed checkpoint.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .coefficients_tnt import chunk_coefficients
 from .grid_tnt import dense_grid, ragged_grid, rows_of
 from .inputs_tnt import check_inputs, check_positive
-from .network_tnt import Net, apply_net, bounded, inner_gradient, inner_offset
+from .network_tnt import Net
 from .projection_tnt import project_queries
 from .reverse_tnt import ChunkScan
 from .scan_tnt import Plan, scan
+from .step_tnt import MemoryState, token
 
 
 ACTIVATIONS = ("silu", "gelu")
@@ -42,101 +41,7 @@ PROJECTIONS = ("none", "shard", "chunk")
 DECAY_TARGETS = ("init", "zero")
 
 
-@dataclass
-class MemoryState:
-    """What one memory knows after its last token. Size does not depend on the number of tokens seen.
-
-    Attributes:
-        weights: `L` tensors `[B, H, d_in, d_out]`, the current weights W_t (float32, or float64 for float64 inputs).
-        chunk_weights: `L` tensors of the same shapes, W_xi of the running chunk (the same tensors as `weights` at
-        chunk size 1).
-        momentum: `L` tensors of the same shapes, S_t, or `None` without momentum.
-        projection: `[B, H, K, K]`, M_t = sum of k^T k / |k|^2 since the last reset, or `None` without query
-        projection.
-        time: `[B]` int64, memory time: valid tokens of the current document seen so far.
-    """
-
-    weights: list[Tensor]
-    chunk_weights: list[Tensor]
-    momentum: list[Tensor] | None
-    projection: Tensor | None
-    time: Tensor
-
-
 # -------------------------------------------------------------------------------------- the recurrence, token by token
-
-
-def _token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k, v, lr, momentum, decay, present):
-    """One token of the recurrence for every row of a batch: the paper's equations in order.
-
-    q `[B, H, G, K]`; k `[B, H, 1, K]`; v `[B, H, 1, V]`; lr, momentum, decay `[B, H]`; present `[B]` bool or `None`
-    (all).
-    Returns the read-out `[B, H, G, V]`, the new state and the inner loss before the write `[B, H]`.
-    """
-    weights, start, S, M, ln = (
-        state.weights,
-        state.chunk_weights,
-        state.momentum,
-        state.projection,
-        options["layernorm"],
-    )
-    C, interval = options["chunk_size"], options["reset_interval"]
-
-    def pick(rows: Tensor, new, old):  # per batch row: rows at their own memory time
-        return [torch.where(rows.view(-1, *[1] * (o.dim() - 1)), n, o) for n, o in zip(new, old)]
-
-    def happens(rows: Tensor) -> bool:  # skips idle work in eager mode, stays branch-free in a compiled graph
-        return torch.compiler.is_compiling() or bool(rows.any())
-
-    reset = None if interval is None else state.time % interval == 0
-    if reset is not None and present is not None:
-        reset = reset & present
-    if reset is not None and happens(reset):
-        weights, start = pick(reset, init, weights), pick(reset, init, start)
-        S = S and pick(reset, [torch.zeros_like(s) for s in S], S)
-        M = M if M is None else pick(reset, [torch.zeros_like(M)], [M])[0]
-    a, delta, error = inner_gradient(net, start, k, inner_offset(net, k, v, ln and ln[1]), ln and ln[0])
-    if options["grad_bound"] is not None:
-        lr = bounded(lr[..., None], a, delta, options["grad_bound"])[..., 0]
-    theta = lr[..., None, None]
-    step = [-(theta * x.transpose(-1, -2)) @ d for x, d in zip(a, delta)]  # -theta_t g_t
-    if S is not None:
-        step = [momentum[..., None, None] * s + g for s, g in zip(S, step)]  # S_t (Titans Eq. 14)
-    if decay is None:
-        new = [w + s for w, s in zip(weights, step)]  # W_t (Titans Eq. 13)
-    else:
-        alpha = decay[..., None, None]
-        target = init if options["decay_target"] == "init" else [torch.zeros_like(w) for w in weights]
-        new = [(1 - alpha) * w + alpha * w0 + s for w, w0, s in zip(weights, target, step)]
-
-    query = q
-    if M is not None:
-        unit = F.normalize(k, dim=-1)
-        newM = unit.transpose(-1, -2) @ unit
-        if options["query_projection"] == "shard":
-            newM = newM + M
-        else:  # "chunk": the sum of Eq. 7 as printed, from the chunk's first token
-            newM = newM + M * (state.time % C != 0).view(-1, 1, 1, 1)
-        query = q @ newM
-        query = F.normalize(query, dim=-1) if options["normalize_projection"] else query
-        M = newM if present is None else pick(present, [newM], [M])[0]
-    o = apply_net(net, new if options["read"] == "current" else start, query, ln)
-    loss = 0.5 * (error * error).sum((-1, -2))
-
-    time = state.time + 1
-    if present is None:
-        S = S and step
-    else:
-        S = S and pick(present, step, S)
-        new = pick(present, new, weights)
-        time = state.time + present
-        o = o * present.view(-1, 1, 1, 1)
-        loss = loss * present.view(-1, 1)
-    if C == 1:
-        start = new
-    elif happens(ends := time % C == 0):  # the next token begins a chunk
-        start = pick(ends, new, start)
-    return o, MemoryState(new, start, S, M, time), loss
 
 
 def _fresh_state(init: list[Tensor], batch: int, momentum: bool, projection: bool, key_width: int) -> MemoryState:
@@ -164,7 +69,7 @@ def _run_tokens(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
                 changed = here & seen & (segment_ids[:, t] != segment)
                 segment, seen = torch.where(here, segment_ids[:, t], segment), seen | here
                 state = _where_state(changed, fresh, state)
-        o, state, loss = _token(
+        o, state, loss = token(
             state,
             init,
             net,

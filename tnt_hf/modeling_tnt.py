@@ -24,7 +24,6 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, QuantizedCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -40,18 +39,20 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .branch_tnt import (
-    TNTCausalConv,
     TNTGateLinear,
     TNTInitialWeights,
     TNTMemory,
     TNTMemoryGate,
     TNTMemoryUnit,
     TNTRMSNorm,
-    document_starts,
     wide,
 )
-from .cache_tnt import StateLayout, TNTCache
+from .cache_tnt import TNTCache
 from .configuration_tnt import LAYER_TYPES, TNTConfig
+from .convolution_tnt import TNTCausalConv
+from .masks_tnt import build_masks, default_positions, document_ids
+from .state_tnt import StateLayout
+from .step_tnt import Clock
 
 
 @dataclass
@@ -175,6 +176,8 @@ class TNTAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
+        self.num_persistent_tokens = config.num_persistent_tokens  # attributes of a config are slow to read
+        self.has_qk_norm, self.has_output_gate = config.qk_norm, config.attention_output_gate
         self.sliding_window = config.sliding_window if "sliding" in config.layer_types[layer_idx] else None
 
         query, key_value = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
@@ -209,7 +212,7 @@ class TNTAttention(nn.Module):
         query, key, value = (
             proj(hidden_states).view(hidden_shape) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.config.qk_norm:
+        if self.has_qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         if memory is not None:
             shared = tuple(x.flatten(-2) for x in (query, key, value)) if memory.shared else None
@@ -222,7 +225,7 @@ class TNTAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx, valid=valid)
             if self.sliding_window == 1:  # the library's dynamic layer never drops anything at a window of 1
                 key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]
-        if self.config.num_persistent_tokens:
+        if self.num_persistent_tokens:
             key = torch.cat([self.persistent_keys.to(key.dtype).expand(len(key), -1, -1, -1), key], dim=2)
             value = torch.cat([self.persistent_values.to(value.dtype).expand(len(value), -1, -1, -1), value], dim=2)
 
@@ -241,7 +244,7 @@ class TNTAttention(nn.Module):
             **kwargs,
         )
         attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-        if self.config.attention_output_gate:
+        if self.has_output_gate:
             attn_output = attn_output * torch.sigmoid(self.gate_proj(hidden_states))
         if memory is not None:
             attn_output = memory.gate(attn_output, memory_output, hidden_states)
@@ -306,153 +309,21 @@ class TNTDecoderLayer(GradientCheckpointingLayer):
         return self.memory.o_proj(self.memory.gate(None, memory_output, x))
 
 
-# ------------------------------------------------------------------------------------------- masks, documents, checks
+# --------------------------------------------------------------------------------------------------- caches and checks
 
 
-def build_masks(
-    config: TNTConfig,
-    inputs_embeds: Tensor,
-    attention_mask: Tensor | None,
-    past_key_values: Cache | None,
-    segment_ids: Tensor | None = None,
-) -> dict[str, Any]:
-    """
-    One mask per kind of attention, as its implementation wants it, plus `"memory"`: `[B, T]` bool of this call's valid
-    tokens, or `None` if all are. (The library's own function makes a full causal one for `"hybrid_sliding"`.)
-
-    Padding between two parts of a conversation takes no room in the window of a [`TNTCache`]; in the library's own
-    caches it does, as in the base models.
-    """
-    T, P, implementation = inputs_embeds.shape[1], config.num_persistent_tokens, config._attn_implementation
-    if P and implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"num_persistent_tokens={P} needs attn_implementation 'sdpa' or 'eager', not {implementation!r}."
-        )
-    if segment_ids is not None and "flash" in implementation and len(segment_ids) > 1:
-        # The library hands flash attention the documents of a single row only; of more rows it would see all as one.
-        raise ValueError(
-            f"attn_implementation={implementation!r} keeps packed documents apart in one row at a time, and there are"
-            f" {len(segment_ids)} rows: take a batch of 1 (longer rows), or 'sdpa'."
-        )
-    if attention_mask is not None and attention_mask.ndim != 2 and config.memory_layer_indices:
-        raise ValueError(
-            f"attention_mask of shape {tuple(attention_mask.shape)}: memory layers need a 2-D mask [B, past + T] of"
-            " valid tokens (or the dict of TNTForCausalLM.create_masks_for_generate)."
-        )
-    masks: dict[str, Any] = {"memory": None}
-    if attention_mask is not None and attention_mask.ndim == 2:
-        memory_mask = attention_mask[:, -T:].to(torch.bool)
-        if torch.compiler.is_compiling():
-            masks["memory"] = memory_mask
-        elif not bool(memory_mask.all()):
-            masks["memory"] = memory_mask
-            if past_key_values is not None:
-                past_key_values.holds_padding = True
-    padded = masks["memory"] is not None or getattr(past_key_values, "holds_padding", False)
-    by_valid_tokens = padded and implementation in ("sdpa", "eager") and not torch.compiler.is_compiling()
-    by_valid_tokens = by_valid_tokens and isinstance(past_key_values, TNTCache | None)
-    same_document = None
-    if segment_ids is not None:
-
-        def same_document(batch_idx, head_idx, q_idx, kv_idx):
-            return segment_ids[batch_idx, q_idx] == segment_ids[batch_idx, kv_idx]
-
-    memory_only = set(config.memory_layer_indices) if config.variant == "lmm" else set()
-    for i, kind in enumerate(config.layer_types):
-        name = "sliding_attention" if "sliding" in kind else "full_attention"
-        if i in memory_only or name in masks:
-            continue
-        if name == "sliding_attention" and by_valid_tokens:
-            cached = 0 if past_key_values is None else past_key_values.cached_window(i)
-            mask = _valid_window_mask(attention_mask, T, cached, config.sliding_window, segment_ids)
-            if implementation == "eager":
-                lowest = torch.finfo(inputs_embeds.dtype).min
-                mask = torch.zeros_like(mask, dtype=inputs_embeds.dtype).masked_fill(~mask, lowest)
-        else:
-            create = create_sliding_window_causal_mask if name == "sliding_attention" else create_causal_mask
-            mask = create(
-                config=config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=None,
-                and_mask_function=same_document,
-                layer_idx=i,
-                allow_is_causal_skip=not P,
-            )
-        if P:
-            mask = F.pad(mask, (P, 0), value=True if mask.dtype == torch.bool else 0.0)
-        masks[name] = mask
-    return masks
-
-
-def _valid_window_mask(mask: Tensor, T: int, cached: int, window: int, segment_ids: Tensor | None) -> Tensor:
-    """
-    `[B, 1, T, cached + T]` bool: which keys a query sees if `window` counts valid tokens, so that padding between two
-    parts of a conversation changes nothing. `mask` `[B, past + T]`; the cache holds the last `cached` valid tokens.
-    """
-    mask = mask.to(torch.bool)
-    past, new = mask[:, :-T].sum(1, keepdim=True), mask[:, -T:]
-    place = past + new.cumsum(1) - 1
-    earlier = past - cached + torch.arange(cached, device=mask.device)
-    distance = place[:, :, None] - torch.cat([earlier, place], 1)[:, None]
-    seen = (distance >= 0) & (distance < window) & torch.cat([earlier >= 0, new], 1)[:, None]
-    if segment_ids is not None:
-        seen &= segment_ids[:, :, None] == segment_ids[:, None]
-    return seen[:, None]
-
-
-def document_ids(
-    position_ids: Tensor | None, mask: Tensor | None, batch: int, length: int, kwargs: dict[str, Any]
-) -> Tensor | None:
-    """
-    `[B, T]` int64 that changes where a packed row starts a new document, or `None` if no row does: from `seq_idx`,
-    `cu_seq_lens_q` (one row), or `position_ids` that do not increase from one valid token to the next. After padding
-    only position 0 starts one: `generate` counts on from what it wrote at the padding of a right-padded prompt.
-    """
-    if (seq_idx := kwargs.get("seq_idx")) is not None:
-        ids = seq_idx.to(torch.long).expand(batch, -1)
-    elif (ends := kwargs.get("cu_seq_lens_q")) is not None:
-        if batch != 1:
-            raise ValueError(f"cu_seq_lens_q needs one packed row, input_ids has {batch}.")
-        ids = torch.bucketize(torch.arange(length, device=ends.device), ends[1:].to(torch.long), right=True)[None]
-    elif position_ids is None or length == 1:
+def one_token_clock(cache: Cache | None, layout: StateLayout, valid: Tensor | None) -> Clock | None:
+    """The clock of one token after `cache`, read once for all layers; `valid` `[B, 1]` bool."""
+    if torch.compiler.is_compiling() or not layout.layers or not cache.layers[layout.layers[0]].has_previous_state[0]:
         return None
-    else:
-        positions = position_ids.expand(batch, -1)
-        starts = document_starts(positions, mask, torch.le)
-        if mask is not None:
-            starts = starts & (F.pad(mask[:, :-1], (1, 0)) | (positions == 0))
-        ids = starts.cumsum(1)
-    if not torch.compiler.is_compiling() and bool((ids == ids[:, :1]).all()):
-        return None
-    return ids
-
-
-def _default_positions(
-    config: TNTConfig, position_ids: Tensor, attention_mask: Tensor | None, segment_ids: Tensor | None
-) -> Tensor:
-    """
-    Positions `[1 or B, T]` when none are given: those of the base models, except that padding between valid tokens is
-    not counted. With persistent keys, which are not rotated, they count from the document's first token.
-    """
-    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-        valid = attention_mask.to(torch.bool)
-        place = valid.long().cumsum(1) - 1
-        if not config.num_persistent_tokens:
-            place = place + valid.long().argmax(1, keepdim=True)  # padding in front counts, as in the base models
-        T = position_ids.shape[1]
-        position_ids = torch.where(valid[:, -T:], place[:, -T:], position_ids)
-    if segment_ids is not None and config.num_persistent_tokens:
-        starts = document_starts(segment_ids, None, torch.ne)
-        position_ids = position_ids - torch.where(starts, position_ids, 0).cummax(1).values
-    return position_ids
+    time = cache.layers[layout.layers[0]].recurrent_states[layout.slots - 1]
+    return Clock.of(time, None if valid is None else valid[:, 0])
 
 
 RUNTIME_FIELDS = ("local_chunk_sizes", "sliding_window", "layer_types")  # may change while a cache lives
 
 
-def check_cache(cache: Any, config: TNTConfig) -> None:
+def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None) -> None:
     """
     Refuse what cannot hold a memory, before any compute.
 
@@ -464,11 +335,10 @@ def check_cache(cache: Any, config: TNTConfig) -> None:
         raise ValueError(
             f"past_key_values must be a transformers Cache such as TNTCache(config), got {type(cache).__name__}."
         )
-    if isinstance(cache, TNTCache) and any(
-        cache.fingerprint[name] != getattr(config, name) for name in RUNTIME_FIELDS
-    ):
+    fields, layout = vars(config), StateLayout.of(config) if layout is None else layout
+    if isinstance(cache, TNTCache) and any(cache.fingerprint[name] != fields[name] for name in RUNTIME_FIELDS):
         cache.adapt(config)
-    if not config.memory_layer_indices:
+    if not layout.layers:
         return
     hint = "use TNTCache(model.config)"
     if cache.offloading:
@@ -479,27 +349,26 @@ def check_cache(cache: Any, config: TNTConfig) -> None:
         raise ValueError(
             f"past_key_values: {type(cache).__name__}() without config has no place for the memory's state; {hint}."
         )
-    if len(cache.layers) != config.num_hidden_layers:
+    if len(cache.layers) != fields["num_hidden_layers"]:
         raise ValueError(
             f"past_key_values has {len(cache.layers)} layers, num_hidden_layers={config.num_hidden_layers}; {hint}."
         )
-    sizes = config.local_chunk_sizes
+    sizes = fields["local_chunk_sizes"]
     filled_with = sizes if isinstance(cache, TNTCache) else getattr(cache, "local_chunk_sizes", None)
     if filled_with is None:
         cache.local_chunk_sizes = sizes
     elif filled_with != sizes:
         raise ValueError(f"local_chunk_sizes: the cache was filled with {filled_with}, the model has {sizes}; {hint}.")
-    slots = config.number_of_conv_states
-    for i in config.memory_layer_indices:
+    for i in layout.layers:
         layer = cache.layers[i]
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
             raise ValueError(
                 f"past_key_values: layer {i} is a {type(layer).__name__}, which keeps no memory state; {hint}."
             )
-        if layer.number_of_states != slots:
+        if layer.number_of_states != layout.slots:
             raise ValueError(
                 f"past_key_values: layer {i} has {layer.number_of_states} state slots, but"
-                f" local_chunk_sizes={config.local_chunk_sizes} needs {slots}; {hint}."
+                f" local_chunk_sizes={config.local_chunk_sizes} needs {layout.slots}; {hint}."
             )
 
 
@@ -713,9 +582,9 @@ class TNTModel(TNTPreTrainedModel):
             raise ValueError(
                 f"attention_mask has the keys {list(attention_mask)}: make it with create_masks_for_generate."
             )
-        past = 0
+        past, layout = 0, StateLayout.of(self.config)
         if past_key_values is not None:
-            check_cache(past_key_values, self.config)
+            check_cache(past_key_values, self.config, layout)
             past = past_key_values.get_seq_length()
             check_continuation(past_key_values, attention_mask, past, T)
 
@@ -732,20 +601,21 @@ class TNTModel(TNTPreTrainedModel):
         if use_cache and past_key_values is None and segment_ids is None:
             past_key_values = TNTCache(self.config)
 
-        if position_ids is None:
-            position_ids = (torch.arange(T, device=inputs_embeds.device) + past).unsqueeze(0)
-            position_ids = _default_positions(self.config, position_ids, attention_mask, segment_ids)
         masks = attention_mask
         if not isinstance(masks, dict):
             masks = build_masks(self.config, inputs_embeds, attention_mask, past_key_values, segment_ids)
+        if position_ids is None:
+            position_ids = (torch.arange(T, device=inputs_embeds.device) + past).unsqueeze(0)
+            position_ids = default_positions(self.config, position_ids, attention_mask, segment_ids)
         output_surprise = bool(
             getattr(self.config, "output_surprise", False) if output_surprise is None else output_surprise
         )
         memory_inputs = {
-            "layout": StateLayout.of(self.config),
+            "layout": layout,
             "mask": masks.get("memory"),
             "segment_ids": segment_ids,
             "output_surprise": output_surprise,
+            "clock": one_token_clock(past_key_values, layout, masks.get("memory")) if T == 1 and past else None,
         }
 
         hidden_states = inputs_embeds

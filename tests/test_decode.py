@@ -1,0 +1,144 @@
+"""One token at a time: the step that overwrites the state equals the recurrence as the paper prints it, and a model
+that decodes with it is the model that reads everything at once, whoever else has a copy of its cache or listens to it.
+
+Axis legend: B batch   H memory heads   G query heads per memory head   K key width   V value width
+"""
+
+import copy
+
+import pytest
+import torch
+from tiny import MODES, tiny_config, tiny_model, tokens
+from torch.nn.functional import normalize
+
+from tnt_hf import TNTCache
+from tnt_hf.network_tnt import Net
+from tnt_hf.step_tnt import Clock, MemoryState, memory_step, token
+
+
+B, H, G, K = 3, 2, 2, 6
+EXACT = {"atol": 1e-12, "rtol": 0}
+PLAIN = {
+    "chunk_size": 4, "reset_interval": 8, "read": "current", "query_projection": "none", "normalize_projection": True,
+    "decay_target": "init", "grad_bound": None, "layernorm": None,
+}  # fmt: skip
+OPTIONS = {
+    "plain": {},
+    "one token per chunk": {"chunk_size": 1},
+    "chunk start": {"read": "chunk_start"},
+    "chunk start, one token per chunk": {"read": "chunk_start", "chunk_size": 1},
+    "never reset": {"reset_interval": None},
+    "projection": {"query_projection": "shard", "normalize_projection": False},
+    "projection since the chunk": {"query_projection": "chunk"},
+    "forgetting to zero": {"decay_target": "zero"},
+    "bounded": {"grad_bound": 0.3},
+}
+
+
+def random_state(g, weights, momentum: bool, projection: bool, chunk_size: int, time) -> MemoryState:
+    def like(x):
+        return x + 0.1 * torch.randn(B, *x.shape, generator=g, dtype=x.dtype)
+
+    W = [like(x) for x in weights]
+    start = W if chunk_size == 1 else [like(x) for x in weights]
+    S = [like(0 * x) for x in weights] if momentum else None
+    M = torch.randn(B, H, K, K, generator=g, dtype=torch.float64) if projection else None
+    return MemoryState(W, start, S, M, time)
+
+
+def random_token(g, momentum: bool, decay: bool):
+    def unit(*shape):  # as in a model; at length 1 and these rates nothing grows
+        return normalize(torch.randn(*shape, generator=g, dtype=torch.float64), dim=-1)
+
+    lr, mu, alpha = (0.5 * torch.rand(B, H, generator=g, dtype=torch.float64) for _ in range(3))
+    return unit(B, H, G, K), unit(B, H, 1, K), unit(B, H, 1, K), lr, mu if momentum else None, alpha if decay else None
+
+
+@pytest.mark.parametrize(
+    "depth, layernorm, momentum, decay",
+    [(1, False, False, True), (2, True, True, False), (2, False, True, True), (2, False, False, False)],
+)
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("absent", [False, True], ids=["all present", "some absent"])
+@torch.no_grad()
+def test_the_step_in_place_is_the_recurrence(depth, layernorm, momentum, decay, changes, absent):
+    """Twenty tokens across every boundary, rows at different times, whatever the clock is read with."""
+    g, options = torch.Generator().manual_seed(depth), PLAIN | changes
+    weights = [torch.randn(H, K, K, generator=g, dtype=torch.float64) * K**-0.5 for _ in range(depth)]
+    net = Net("silu", layernorm, 1e-6)
+    if layernorm:
+        options["layernorm"] = [torch.randn(H, 1, K, generator=g, dtype=torch.float64) for _ in range(2)]
+    projection = options["query_projection"] != "none"
+    expected = random_state(g, weights, momentum, projection, options["chunk_size"], torch.tensor([0, 3, 7]))
+    found = {on_host: copy.deepcopy(expected) for on_host in (True, False)}
+    for _ in range(20):
+        inputs = random_token(g, momentum, decay)
+        present = torch.rand(B, generator=g) < 0.6 if absent else None
+        o, expected, loss = token(expected, weights, net, options, *inputs, present)
+        for on_host, state in found.items():
+            clock = Clock.of(state.time, present) if on_host else Clock(state.time, present)
+            here, error = memory_step(state, weights, net, options, *inputs, present, clock)
+            state.time += 1 if present is None else present
+            torch.testing.assert_close(here, o, **EXACT)
+            if present is None:
+                torch.testing.assert_close(0.5 * error.square().sum((-1, -2)), loss, **EXACT)
+            torch.testing.assert_close(vars(state), vars(expected), **EXACT)
+
+
+@pytest.mark.parametrize("name", ["default", "stage 2", "Titans", "mal"])
+@torch.no_grad()
+def test_decoding_allocates_no_state(name):
+    model = tiny_model(**MODES[name])
+    cache = model(tokens(2, 5), use_cache=True).past_key_values
+
+    def addresses():
+        states = [layer.recurrent_states | {"conv": layer.conv_states[0]} for layer in cache.layers]
+        return [{j: x.data_ptr() for j, x in state.items()} for state in states]
+
+    before = addresses()
+    for t in range(20):
+        model(tokens(2, 1, seed=t), past_key_values=cache)
+    assert addresses() == before
+
+
+@torch.no_grad()
+def test_a_copy_of_a_cache_is_not_written_to():
+    model, ids = tiny_model(), tokens(2, 9)
+    cache = model(tokens(2, 5), use_cache=True).past_key_values
+    kept = copy.deepcopy(cache)
+    first = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(9)]
+    again = [model(ids[:, t : t + 1], past_key_values=kept).logits for t in range(9)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+@pytest.mark.parametrize("part", ["memories.0", "q_conv", "k_proj", "gate"])
+@torch.no_grad()
+def test_hooks_and_adapters_take_effect_while_decoding(part):
+    """Whatever is put around a module of the memory changes a decoded token as it changes a read one."""
+    model, ids = tiny_model(), tokens(2, 12)
+    plain = model(ids).logits
+
+    def half(module, args, output):
+        return (output[0] / 2, *output[1:]) if isinstance(output, tuple) else output / 2
+
+    model.model.layers[1].memory.get_submodule(part).register_forward_hook(half)
+    full, cache, decoded = model(ids).logits, TNTCache(model.config), []
+    for t in range(12):
+        decoded.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(decoded, 1), full, atol=1e-9, rtol=0)
+    assert not torch.allclose(full, plain)
+
+
+def test_a_step_with_gradients_is_the_same_step():
+    """Gradients flow through decoded tokens; the state they started from is not overwritten."""
+    model, ids = tiny_model(), tokens(2, 6)
+    cache = TNTCache(tiny_config())
+    with torch.no_grad():
+        model(tokens(2, 5), past_key_values=cache)
+        kept = copy.deepcopy(cache)
+        expected = [model(ids[:, t : t + 1], past_key_values=kept).logits for t in range(6)]
+    found = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(6)]
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
+    found[-1].sum().backward()
+    assert model.model.layers[0].memory.memories[1].lr_proj.weight.grad.abs().sum() > 0

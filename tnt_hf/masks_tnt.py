@@ -1,0 +1,168 @@
+"""Which tokens see which: attention masks, packed documents, default positions.
+
+Axis legend
+    B batch   T tokens of this call   P persistent tokens
+
+This file travels with every pushed checkpoint.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from .cache_tnt import TNTCache
+from .configuration_tnt import TNTConfig
+from .convolution_tnt import document_starts
+
+
+def build_masks(
+    config: TNTConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Cache | None,
+    segment_ids: Tensor | None = None,
+) -> dict[str, Any]:
+    """
+    One mask per kind of attention, as its implementation wants it, plus `"memory"`: `[B, T]` bool of this call's valid
+    tokens, or `None` if all are. (The library's own function makes a full causal one for `"hybrid_sliding"`.)
+
+    Padding between two parts of a conversation takes no room in the window of a [`TNTCache`]; in the library's own
+    caches it does, as in the base models.
+    """
+    T, P, implementation = inputs_embeds.shape[1], config.num_persistent_tokens, config._attn_implementation
+    if P and implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"num_persistent_tokens={P} needs attn_implementation 'sdpa' or 'eager', not {implementation!r}."
+        )
+    if segment_ids is not None and "flash" in implementation and len(segment_ids) > 1:
+        # The library hands flash attention the documents of a single row only; of more rows it would see all as one.
+        raise ValueError(
+            f"attn_implementation={implementation!r} keeps packed documents apart in one row at a time, and there are"
+            f" {len(segment_ids)} rows: take a batch of 1 (longer rows), or 'sdpa'."
+        )
+    if attention_mask is not None and attention_mask.ndim != 2 and config.memory_layer_indices:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: memory layers need a 2-D mask [B, past + T] of"
+            " valid tokens (or the dict of TNTForCausalLM.create_masks_for_generate)."
+        )
+    masks: dict[str, Any] = {"memory": None}
+    if attention_mask is not None and attention_mask.ndim == 2:
+        memory_mask = attention_mask[:, -T:].to(torch.bool)
+        if torch.compiler.is_compiling():
+            masks["memory"] = memory_mask
+        elif not bool(memory_mask.all()):
+            masks["memory"] = memory_mask
+            if past_key_values is not None:
+                past_key_values.holds_padding = True
+    padded = masks["memory"] is not None or getattr(past_key_values, "holds_padding", False)
+    if T == 1 and not padded and sees_whole_cache(config, past_key_values):
+        return masks | {"sliding_attention": None, "full_attention": None}
+    by_valid_tokens = padded and implementation in ("sdpa", "eager") and not torch.compiler.is_compiling()
+    by_valid_tokens = by_valid_tokens and isinstance(past_key_values, TNTCache | None)
+    same_document = None
+    if segment_ids is not None:
+
+        def same_document(batch_idx, head_idx, q_idx, kv_idx):
+            return segment_ids[batch_idx, q_idx] == segment_ids[batch_idx, kv_idx]
+
+    memory_only = set(config.memory_layer_indices) if config.variant == "lmm" else set()
+    for i, kind in enumerate(config.layer_types):
+        name = "sliding_attention" if "sliding" in kind else "full_attention"
+        if i in memory_only or name in masks:
+            continue
+        if name == "sliding_attention" and by_valid_tokens:
+            cached = 0 if past_key_values is None else past_key_values.cached_window(i)
+            mask = _valid_window_mask(attention_mask, T, cached, config.sliding_window, segment_ids)
+            if implementation == "eager":
+                lowest = torch.finfo(inputs_embeds.dtype).min
+                mask = torch.zeros_like(mask, dtype=inputs_embeds.dtype).masked_fill(~mask, lowest)
+        else:
+            create = create_sliding_window_causal_mask if name == "sliding_attention" else create_causal_mask
+            mask = create(
+                config=config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=None,
+                and_mask_function=same_document,
+                layer_idx=i,
+                allow_is_causal_skip=not P,
+            )
+        if P:
+            mask = F.pad(mask, (P, 0), value=True if mask.dtype == torch.bool else 0.0)
+        masks[name] = mask
+    return masks
+
+
+def sees_whole_cache(config: TNTConfig, cache: Cache | None) -> bool:
+    """Whether one token after `cache`, without padding, attends to all keys there are: then it needs no mask."""
+    if torch.compiler.is_compiling() or config._attn_implementation not in ("sdpa", "eager"):
+        return False
+    return isinstance(cache, TNTCache)  # a static one has room for keys that are not there yet
+
+
+def _valid_window_mask(mask: Tensor, T: int, cached: int, window: int, segment_ids: Tensor | None) -> Tensor:
+    """
+    `[B, 1, T, cached + T]` bool: which keys a query sees if `window` counts valid tokens, so that padding between two
+    parts of a conversation changes nothing. `mask` `[B, past + T]`; the cache holds the last `cached` valid tokens.
+    """
+    mask = mask.to(torch.bool)
+    past, new = mask[:, :-T].sum(1, keepdim=True), mask[:, -T:]
+    place = past + new.cumsum(1) - 1
+    earlier = past - cached + torch.arange(cached, device=mask.device)
+    distance = place[:, :, None] - torch.cat([earlier, place], 1)[:, None]
+    seen = (distance >= 0) & (distance < window) & torch.cat([earlier >= 0, new], 1)[:, None]
+    if segment_ids is not None:
+        seen &= segment_ids[:, :, None] == segment_ids[:, None]
+    return seen[:, None]
+
+
+def document_ids(
+    position_ids: Tensor | None, mask: Tensor | None, batch: int, length: int, kwargs: dict[str, Any]
+) -> Tensor | None:
+    """
+    `[B, T]` int64 that changes where a packed row starts a new document, or `None` if no row does: from `seq_idx`,
+    `cu_seq_lens_q` (one row), or `position_ids` that do not increase from one valid token to the next. After padding
+    only position 0 starts one: `generate` counts on from what it wrote at the padding of a right-padded prompt.
+    """
+    if (seq_idx := kwargs.get("seq_idx")) is not None:
+        ids = seq_idx.to(torch.long).expand(batch, -1)
+    elif (ends := kwargs.get("cu_seq_lens_q")) is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seq_lens_q needs one packed row, input_ids has {batch}.")
+        ids = torch.bucketize(torch.arange(length, device=ends.device), ends[1:].to(torch.long), right=True)[None]
+    elif position_ids is None or length == 1:
+        return None
+    else:
+        positions = position_ids.expand(batch, -1)
+        starts = document_starts(positions, mask, torch.le)
+        if mask is not None:
+            starts = starts & (F.pad(mask[:, :-1], (1, 0)) | (positions == 0))
+        ids = starts.cumsum(1)
+    if not torch.compiler.is_compiling() and bool((ids == ids[:, :1]).all()):
+        return None
+    return ids
+
+
+def default_positions(
+    config: TNTConfig, position_ids: Tensor, attention_mask: Tensor | None, segment_ids: Tensor | None
+) -> Tensor:
+    """
+    Positions `[1 or B, T]` when none are given: those of the base models, except that padding between valid tokens is
+    not counted. With persistent keys, which are not rotated, they count from the document's first token.
+    """
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+        valid = attention_mask.to(torch.bool)
+        place = valid.long().cumsum(1) - 1
+        if not config.num_persistent_tokens:
+            place = place + valid.long().argmax(1, keepdim=True)  # padding in front counts, as in the base models
+        T = position_ids.shape[1]
+        position_ids = torch.where(valid[:, -T:], place[:, -T:], position_ids)
+    if segment_ids is not None and config.num_persistent_tokens:
+        starts = document_starts(segment_ids, None, torch.ne)
+        position_ids = position_ids - torch.where(starts, position_ids, 0).cummax(1).values
+    return position_ids

@@ -1,0 +1,263 @@
+"""One token of the memory's recurrence: as the papers print it (`token`), and in place for decoding (`memory_step`).
+
+Axis legend
+    B batch   H memory heads   G query heads per memory head   K key width   V value width   L layers of the network
+    C tokens per chunk   n rows of one head in a matrix product
+
+`token` returns new tensors, so autograd can follow it. `memory_step` overwrites the state, which is all that decoding
+wants: nothing is allocated that stays, and addresses do not change (`torch.compile`, graph capture). Tests hold it to
+`token`. Travels with every pushed checkpoint.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .network_tnt import Net, apply_net, bounded, inner_gradient, inner_offset
+
+
+@dataclass
+class MemoryState:
+    """What one memory knows after its last token. Size does not depend on the number of tokens seen.
+
+    Attributes:
+        weights: `L` tensors `[B, H, d_in, d_out]`, the current weights W_t (float32, or float64 for float64 inputs).
+        chunk_weights: `L` tensors of the same shapes, W_xi of the running chunk (the same tensors as `weights` at
+        chunk size 1).
+        momentum: `L` tensors of the same shapes, S_t, or `None` without momentum.
+        projection: `[B, H, K, K]`, M_t = sum of k^T k / |k|^2 since the last reset, or `None` without query
+        projection.
+        time: `[B]` int64, memory time: valid tokens of the current document seen so far.
+    """
+
+    weights: list[Tensor]
+    chunk_weights: list[Tensor]
+    momentum: list[Tensor] | None
+    projection: Tensor | None
+    time: Tensor
+
+
+def token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k, v, lr, momentum, decay, present):
+    """One token of the recurrence for every row of a batch: the paper's equations in order.
+
+    q `[B, H, G, K]`; k `[B, H, 1, K]`; v `[B, H, 1, V]`; lr, momentum, decay `[B, H]`; present `[B]` bool or `None`
+    (all).
+    Returns the read-out `[B, H, G, V]`, the new state and the inner loss before the write `[B, H]`.
+    """
+    weights, start, S, M, ln = (
+        state.weights,
+        state.chunk_weights,
+        state.momentum,
+        state.projection,
+        options["layernorm"],
+    )
+    C, interval = options["chunk_size"], options["reset_interval"]
+
+    def pick(rows: Tensor, new, old):  # per batch row: rows at their own memory time
+        return [torch.where(rows.view(-1, *[1] * (o.dim() - 1)), n, o) for n, o in zip(new, old)]
+
+    def happens(rows: Tensor) -> bool:  # skips idle work in eager mode, stays branch-free in a compiled graph
+        return torch.compiler.is_compiling() or bool(rows.any())
+
+    reset = None if interval is None else state.time % interval == 0
+    if reset is not None and present is not None:
+        reset = reset & present
+    if reset is not None and happens(reset):
+        weights, start = pick(reset, init, weights), pick(reset, init, start)
+        S = S and pick(reset, [torch.zeros_like(s) for s in S], S)
+        M = M if M is None else pick(reset, [torch.zeros_like(M)], [M])[0]
+    a, delta, error = inner_gradient(net, start, k, inner_offset(net, k, v, ln and ln[1]), ln and ln[0])
+    if options["grad_bound"] is not None:
+        lr = bounded(lr[..., None], a, delta, options["grad_bound"])[..., 0]
+    theta = lr[..., None, None]
+    step = [-(theta * x.transpose(-1, -2)) @ d for x, d in zip(a, delta)]  # -theta_t g_t
+    if S is not None:
+        step = [momentum[..., None, None] * s + g for s, g in zip(S, step)]  # S_t (Titans Eq. 14)
+    if decay is None:
+        new = [w + s for w, s in zip(weights, step)]  # W_t (Titans Eq. 13)
+    else:
+        alpha = decay[..., None, None]
+        target = init if options["decay_target"] == "init" else [torch.zeros_like(w) for w in weights]
+        new = [(1 - alpha) * w + alpha * w0 + s for w, w0, s in zip(weights, target, step)]
+
+    query = q
+    if M is not None:
+        unit = F.normalize(k, dim=-1)
+        newM = unit.transpose(-1, -2) @ unit
+        if options["query_projection"] == "shard":
+            newM = newM + M
+        else:  # "chunk": the sum of Eq. 7 as printed, from the chunk's first token
+            newM = newM + M * (state.time % C != 0).view(-1, 1, 1, 1)
+        query = q @ newM
+        query = F.normalize(query, dim=-1) if options["normalize_projection"] else query
+        M = newM if present is None else pick(present, [newM], [M])[0]
+    o = apply_net(net, new if options["read"] == "current" else start, query, ln)
+    loss = 0.5 * (error * error).sum((-1, -2))
+
+    time = state.time + 1
+    if present is None:
+        S = S and step
+    else:
+        S = S and pick(present, step, S)
+        new = pick(present, new, weights)
+        time = state.time + present
+        o = o * present.view(-1, 1, 1, 1)
+        loss = loss * present.view(-1, 1)
+    if C == 1:
+        start = new
+    elif happens(ends := time % C == 0):  # the next token begins a chunk
+        start = pick(ends, new, start)
+    return o, MemoryState(new, start, S, M, time), loss
+
+
+# -------------------------------------------------------------------------------------------- the same token, in place
+
+
+class Clock(NamedTuple):
+    """When a token comes, per row: on the host, so that eager decoding touches only rows at a boundary, or as tensors
+    `[B]`, so that a compiled step is the same graph at every token.
+
+    Attributes:
+        time: memory time before the token. present: whether the row has a token, `None` = all.
+    """
+
+    time: list[int] | Tensor
+    present: list[bool] | Tensor | None
+
+    @classmethod
+    def of(cls, time: Tensor, present: Tensor | None) -> "Clock":
+        """The clock of `time` `[B]` int64 and `present` `[B]` bool; on the host unless a graph is being compiled."""
+        if torch.compiler.is_compiling():
+            return cls(time, present)
+        return cls(time.tolist(), None if present is None else present.tolist())
+
+    def resets(self, interval: int | None) -> "list[int] | slice | Tensor | None":
+        """Rows whose present token is the first of its shard: an index, or `None` for none of them."""
+        if interval is None:
+            return None
+        if isinstance(self.time, Tensor):
+            first = self.time % interval == 0
+            return first if self.present is None else first & self.present
+        present = self.present or [True] * len(self.time)
+        return _index([t % interval == 0 and here for t, here in zip(self.time, present)])
+
+    def ends(self, chunk_size: int) -> "list[int] | slice | Tensor | None":
+        """Rows that stand at the end of a chunk once the token is written: an index, or `None` for none of them."""
+        if isinstance(self.time, Tensor):
+            return (self.time + (1 if self.present is None else self.present)) % chunk_size == 0
+        present = self.present or [True] * len(self.time)
+        return _index([(t + here) % chunk_size == 0 for t, here in zip(self.time, present)])
+
+
+def _index(rows: list[bool]) -> list[int] | slice | None:
+    if all(rows):
+        return slice(None)
+    return [i for i, row in enumerate(rows) if row] or None
+
+
+def overwrite(tensors: list[Tensor], rows: "list[int] | slice | Tensor", new: list[Tensor]) -> None:
+    """`tensors[rows] = new[rows]` in place, for tensors `[B, ...]` and anything that broadcasts to them."""
+    for x, y in zip(tensors, new):
+        if isinstance(rows, Tensor):
+            x.copy_(torch.where(rows.view(-1, *[1] * (x.dim() - 1)), y, x))
+        else:
+            x[rows] = y.expand_as(x)[rows]
+
+
+def project_step(M: Tensor, q: Tensor, unit: Tensor, interval: int | None, normalize: bool, present, clock: Clock):
+    """q_t M_t `[B, H, G, K]` for one token (see `project_queries`); M `[B, H, K, K]` becomes M_t.
+
+    q `[B, H, G, K]`; unit `[B, H, 1, K]`: the key, of length 1; present `[B]` bool or `None` (all).
+    interval: tokens between resets of M.
+    """
+    if (rows := clock.resets(interval)) is not None:
+        overwrite([M], rows, [M.new_zeros(())])
+    if present is not None:
+        unit = unit * present.view(-1, 1, 1, 1)
+    M.addcmul_(unit.mT, unit)
+    q = torch.bmm(q.flatten(0, 1), M.flatten(0, 1)).view(q.shape)
+    return F.normalize(q, dim=-1) if normalize else q
+
+
+def memory_step(
+    state: MemoryState,
+    init: list[Tensor],
+    net: Net,
+    options: dict,
+    q,
+    k,
+    v,
+    lr,
+    momentum,
+    decay,
+    present,
+    clock: Clock,
+) -> tuple[Tensor, Tensor]:
+    """`token` in place: the tensors of `state`, contiguous and of one dtype, become those after the token.
+
+    `state.time` stays: memories share it, so whoever calls them advances it. The arguments of `token` and
+
+    clock: `Clock.of(state.time, present)`.
+    Returns the read-out `[B, H, G, V]` and the error f(W_xi, k) - v `[B, H, 1, V]` before the write.
+    """
+    W, start, S, ln, C = (
+        state.weights,
+        state.chunk_weights,
+        state.momentum,
+        options["layernorm"],
+        options["chunk_size"],
+    )
+    if (rows := clock.resets(options["reset_interval"])) is not None:
+        overwrite(W, rows, init)
+        if C > 1:
+            overwrite(start, rows, init)
+        if S is not None:
+            overwrite(S, rows, [s.new_zeros(()) for s in S])
+    if present is not None:
+        lr = lr * present[:, None]
+        momentum = None if momentum is None else torch.where(present[:, None], momentum, 1.0)
+        decay = None if decay is None else decay * present[:, None]
+
+    def programs(x: Tensor) -> Tensor:  # [B, H, ...] -> [B H, ...]
+        return x.flatten(0, 1)
+
+    def scalars(x: Tensor) -> Tensor:  # [B, H] -> [B H, 1, 1]
+        return x.reshape(-1, 1, 1)
+
+    B, H = k.shape[:2]
+    query, key, at = programs(q), programs(k), [programs(w) for w in start]
+    if ln is not None:
+        ln = [x.expand(B, *x.shape).flatten(0, 1) for x in ln]
+    a, delta, error = inner_gradient(net, at, key, inner_offset(net, key, programs(v), ln and ln[1]), ln and ln[0])
+    theta = scalars(lr)
+    if options["grad_bound"] is not None:
+        theta = bounded(theta[..., 0], a, delta, options["grad_bound"])[..., None]
+    if options["query_projection"] != "none":
+        interval = C if options["query_projection"] == "chunk" else options["reset_interval"]
+        unit, normalize = F.normalize(k, dim=-1), options["normalize_projection"]
+        query = programs(project_step(state.projection, q, unit, interval, normalize, present, clock))
+    if options["read"] == "chunk_start":
+        o = apply_net(net, at, query, ln)
+    now = at if C == 1 else [programs(w) for w in W]
+    if decay is not None:
+        alpha = scalars(decay)
+        for w, w0 in zip(now, init):
+            if options["decay_target"] == "init":
+                w.lerp_(w0.expand(B, *w0.shape).flatten(0, 1), alpha)
+            else:
+                w.mul_(1 - alpha)
+    for i, (w, x, d) in enumerate(zip(now, a, delta)):  # W_t (Titans Eq. 13)
+        if S is None:
+            w.addcmul_(x.mT, theta * d, value=-1)
+        else:
+            s = programs(S[i]).mul_(scalars(momentum)).addcmul_(x.mT, theta * d, value=-1)  # S_t (Titans Eq. 14)
+            w.add_(s if present is None else s * scalars(present[:, None].expand(-1, H)))
+    if options["read"] == "current":
+        o = apply_net(net, now, query, ln)
+    if C > 1 and (rows := clock.ends(C)) is not None:  # the next token begins a chunk
+        overwrite(start, rows, W)
+    o = o.view(*q.shape[:3], -1)
+    return o if present is None else o * present.view(-1, 1, 1, 1), error.view(v.shape)
