@@ -39,6 +39,9 @@ ARROWS = {
     "inputs_tnt": set(),
     "projection_tnt": {"grid_tnt", "inputs_tnt"},
     "step_tnt": {"network_tnt"},
+    "kernels_local_tnt": set(),
+    "kernels_local_reverse_tnt": {"kernels_local_tnt"},
+    "kernels_tnt": {"coefficients_tnt", "scan_tnt", "kernels_local_tnt", "kernels_local_reverse_tnt"},
     "memory_tnt": {
         "step_tnt",
         "inputs_tnt",
@@ -48,6 +51,7 @@ ARROWS = {
         "scan_tnt",
         "reverse_tnt",
         "projection_tnt",
+        "kernels_tnt",
     },
     "state_tnt": {"configuration_tnt", "step_tnt"},
     "cache_tnt": {"configuration_tnt", "costs_tnt", "state_tnt"},
@@ -56,6 +60,7 @@ ARROWS = {
     "branch_tnt": {
         "features_tnt",
         "configuration_tnt",
+        "kernels_tnt",
         "memory_tnt",
         "network_tnt",
         "projection_tnt",

@@ -28,6 +28,7 @@ from torch import Tensor
 from .coefficients_tnt import chunk_coefficients
 from .grid_tnt import dense_grid, ragged_grid, rows_of
 from .inputs_tnt import check_inputs, check_positive
+from .kernels_tnt import choose, triton_scan
 from .network_tnt import Net
 from .projection_tnt import project_queries
 from .reverse_tnt import ChunkScan
@@ -39,6 +40,7 @@ ACTIVATIONS = ("silu", "gelu")
 READS = ("current", "chunk_start")
 PROJECTIONS = ("none", "shard", "chunk")
 DECAY_TARGETS = ("init", "zero")
+IMPLEMENTATIONS = ("chunk", "naive", "triton", "auto")
 
 
 # -------------------------------------------------------------------------------------- the recurrence, token by token
@@ -162,7 +164,8 @@ def memory_chunkwise(
         mask: `[B, T]` bool, `False` = absent: the token neither writes nor counts, its output is 0.
         segment_ids: `[B, T]` int; a change between valid tokens starts a new document (fresh memory, time 0).
         initial_state: a state to go on from, per row at its own memory time, also inside a chunk.
-        implementation: "chunk" or "naive"; "triton" raises until the kernels exist.
+        implementation: "chunk", "naive", "triton" (raises where it cannot run) or "auto": on CUDA "triton" where it
+        can run, else "chunk". Triton multiplies bfloat16 q, k and v as they are.
         grad_bound: limit on |g_t| over all layers (then a chunk moves the weights by at most `grad_bound` x the sum
         of its theta). output_surprise: also return the inner loss 1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B,
         T, H]`, without gradient.
@@ -180,7 +183,7 @@ def memory_chunkwise(
         ("query_projection", query_projection, PROJECTIONS),
         ("activation", activation, ACTIVATIONS),
         ("decay_target", decay_target, DECAY_TARGETS),
-        ("implementation", implementation, ("chunk", "naive")),
+        ("implementation", implementation, IMPLEMENTATIONS),
         ("omega_window", omega_window, (1,)),
         ("omega_gate", omega_gate, (None,)),
     ):
@@ -201,6 +204,7 @@ def memory_chunkwise(
                 raise ValueError(f"initial_state.{name} must be {'a tensor' if used else 'None'} for these options")
 
     dtype = torch.promote_types(torch.promote_types(q.dtype, weights[0].dtype), torch.float32)
+    implementation = choose("implementation", implementation, q.device, dtype, read, weights)
     net = Net(activation, residual, 0.0 if layernorm is None else float(layernorm[2]))
     options = {
         "chunk_size": chunk_size,
@@ -213,7 +217,9 @@ def memory_chunkwise(
         "keep_state": output_final_state,
         "keep_loss": output_surprise,
         "layernorm": None if layernorm is None else [x.to(dtype)[:, None] for x in layernorm[:2]],
+        "triton": implementation == "triton",
     }
+    tokens = q.dtype if implementation == "triton" and q.is_cuda and q.dtype == torch.bfloat16 else dtype
 
     def cast(x):
         return None if x is None else x.to(dtype)
@@ -229,8 +235,8 @@ def memory_chunkwise(
     with torch.autocast(q.device.type, enabled=False):
         run = _run_tokens if by_token else _run_chunks
         o, state, loss = run(
-            cast(q), cast(k), cast(v), cast(lr), [cast(w) for w in weights], net, options, cast(momentum),
-            cast(decay), mask, segment_ids, state
+            *(x.to(dtype if by_token else tokens) for x in (q, k, v)), cast(lr), [cast(w) for w in weights], net,
+            options, cast(momentum), cast(decay), mask, segment_ids, state
         )  # fmt: skip
     result = (o.to(q.dtype), state if output_final_state else None)
     return (*result, loss.detach()) if output_surprise else result
@@ -278,6 +284,11 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
     ln = options["layernorm"] and [grid.rowwise(x, None) for x in options["layernorm"]]
     x = programs(q.unflatten(2, (H, -1))).flatten(1, 2)
 
+    if options["triton"]:
+        kv, scalars = (programs(k), programs(v)), (theta, mu, keep, present)
+        o, loss, *final = triton_scan(plan, x, *kv, scalars, ln, target, xi, W, S)
+        return _ungrid(grid, H, C, o, loss, final, M, options)
+
     coef = chunk_coefficients(theta, mu, keep, present, plan.current)
     tensors = (programs(k), programs(v))
     flat = [*(W or []), *(xi or [None] * len(W)), *(S or [None] * len(W)), *(target or [None] * len(W))]
@@ -290,6 +301,11 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
     else:
         o, loss, *final = scan(plan, x, *tensors, coef, ln, target, xi, W, S)
 
+    return _ungrid(grid, H, C, o, loss, final, M, options)
+
+
+def _ungrid(grid, H: int, C: int, o, loss, final, M, options):
+    """What a scan returns, for the tokens and rows of the batch again."""
     state = None
     if options["keep_state"]:
         W, xi, S = (y and [z.unflatten(0, (-1, H))[grid.last_row] for z in y] for y in final)

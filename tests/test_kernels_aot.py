@@ -1,0 +1,63 @@
+"""Every Triton kernel compiles for sm_90 where no GPU is, fits it, and spills no more than on record.
+
+`kernel_figures.json` holds what `kernel_resources.py --record` measured. A figure may fall, then record it; a rise is
+a slower kernel.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+triton = pytest.importorskip("triton")
+
+TOOL = Path(__file__).with_name("kernel_resources.py")
+RECORD = json.loads(TOOL.with_name("kernel_figures.json").read_text())
+KERNELS = RECORD["kernels"]
+USUAL = [f"local {way}, C=16 m=1" for way in ("forward", "backward")]
+SHARED_BYTES = 227 << 10  # what one program may have of an SM of sm_90
+
+
+def measured(names: list[str], tmp_path) -> dict:
+    """The tool's figures, from a process without the interpreter and without kernels compiled before."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(TOOL.parents[1])}
+    done = subprocess.run([sys.executable, TOOL, *names], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["kernels"]
+
+
+def compare(names: list[str], tmp_path):
+    if triton.__version__ != RECORD["triton"]:
+        pytest.skip(f"recorded with triton {RECORD['triton']}, this is {triton.__version__}: compilers differ")
+    for name, figures in measured(names, tmp_path).items():
+        for spills in ("spill_loads", "spill_stores"):
+            assert figures[spills] <= KERNELS[name][spills], f"{name}: {spills} {figures[spills]}"
+        assert figures["shared_bytes"] <= SHARED_BYTES, f"{name}: {figures['shared_bytes']} bytes of shared memory"
+
+
+def test_the_usual_local_memory(tmp_path):
+    """Forward and backward at chunk 16, head width 64, hidden width 64, bfloat16."""
+    compare(USUAL, tmp_path)
+
+
+def test_its_forward_spills_nothing():
+    assert KERNELS[USUAL[0]]["spill_loads"] == KERNELS[USUAL[0]]["spill_stores"] == 0
+
+
+@pytest.mark.slow
+def test_every_kernel(tmp_path):
+    compare([name for name in KERNELS if name not in USUAL], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_record_has_every_kernel(tmp_path):
+    code = (
+        f"import sys; sys.path.insert(0, {str(TOOL.parent)!r}); import kernel_resources as k; print(*k.ROWS, sep='|')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.strip().split("|")) == set(KERNELS)

@@ -1,0 +1,337 @@
+"""Triton: the outer backward of `kernels_local_tnt.forward_kernel`, a program per (grid row, head), last block first.
+
+Axis legend
+    ROWS tokens of a block, BC of its tile   R blocks that share one W_xi: a chunk   G query heads per memory head
+    DK key width   DV value width   DA width of the top layer's input   P programs
+    state: W (hidden layer, then top layer), with momentum followed by S, flattened, float32
+
+A block is recomputed from the state before it, which the forward kept or a second run of it wrote down, and d_name is
+the gradient of name. Travels with every pushed checkpoint.
+"""
+
+try:
+    import triton.language as tl
+except ImportError:
+    from types import SimpleNamespace
+
+    tl = SimpleNamespace(constexpr=None)
+
+from .kernels_local_tnt import (
+    activate,
+    bound_scale,
+    dot,
+    inner_gradient,
+    jit,
+    load_rows,
+    matrix,
+    pair_weights,
+    read_layer,
+    standardise,
+    store_rows,
+    through_standardise,
+)
+
+
+@jit
+def reverse_write(
+    d_W, d_S, d_T, W, S, target, A_end, D_end, m_end, end, end_S, a, delta, M: tl.constexpr, N: tl.constexpr,
+    MOMENTUM: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Through `write_layer`: d_W, d_S, d_T before the block, d_a, d_delta and the gradients of its scalars A_end,
+    D_end, m_end, end and end_S."""
+    moved = dot(a, d_W, DT, PREC)
+    d_a = -end[:, None] * dot(delta, tl.trans(d_W), DT, PREC)
+    d_delta = -end[:, None] * moved
+    d_end = -tl.sum(delta * moved, 1)
+    d_A, d_D, d_m, d_end_S = 0.0, 0.0, 0.0, 0.0
+    if MOMENTUM:
+        moved = dot(a, d_S, DT, PREC)
+        d_a -= end_S[:, None] * dot(delta, tl.trans(d_S), DT, PREC)
+        d_delta -= end_S[:, None] * moved
+        d_end_S = -tl.sum(delta * moved, 1)
+        d_D = tl.sum(d_W * S)
+        d_m = tl.sum(d_S * S)
+        d_S = m_end * d_S + D_end * d_W
+    if A_end is not None:
+        if target is not None:
+            W -= tl.load(matrix(target, M, N))
+            d_T += (1.0 - A_end) * d_W
+        d_A = tl.sum(d_W * W)
+        d_W = A_end * d_W
+    return d_W, d_S, d_T, d_a, d_delta, d_A, d_D, d_m, d_end, d_end_S
+
+
+@jit
+def reverse_read(
+    x, d_y, d_W, d_S, d_T, d_a, d_delta, d_pairs, d_A, d_D, W, S, target, A, D, pairs, a, delta, M: tl.constexpr,
+    N: tl.constexpr, MOMENTUM: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Through `read_layer`: adds to every sum and returns d_x first."""
+    scores, back = dot(x, tl.trans(a), DT, PREC), dot(d_y, tl.trans(delta), DT, PREC)
+    d_pairs -= scores * back
+    d_delta -= dot(tl.trans(pairs * scores), d_y, DT, PREC)
+    d_scores = pairs * back
+    d_a -= dot(tl.trans(d_scores), x, DT, PREC)
+    x_T = tl.trans(x)
+    if A is not None:
+        if target is not None:
+            goal = tl.load(matrix(target, M, N))
+            W -= goal
+            d_T += dot(x_T, (1.0 - A)[:, None] * d_y, DT, PREC)
+        d_x = dot(d_y, tl.trans(W), DT, PREC)
+        d_A += tl.sum(d_x * x, 1)
+        d_x *= A[:, None]
+        if target is not None:
+            d_x += dot(d_y, tl.trans(goal), DT, PREC)
+        d_W += dot(x_T, A[:, None] * d_y, DT, PREC)
+    else:
+        d_x = dot(d_y, tl.trans(W), DT, PREC)
+        d_W += dot(x_T, d_y, DT, PREC)
+    if MOMENTUM:
+        pull = dot(d_y, tl.trans(S), DT, PREC)
+        d_D += tl.sum(pull * x, 1)
+        d_x += D[:, None] * pull
+        d_S += dot(x_T, D[:, None] * d_y, DT, PREC)
+    return d_x - dot(d_scores, a, DT, PREC), d_W, d_S, d_T, d_a, d_delta, d_pairs, d_A, d_D
+
+
+@jit
+def reverse_kernel(
+    q, k, v, theta, c, A, D, s_end, m_end, gain, bias, x, target, starts, lengths, kept, d_o, d_x_end, d_q, d_k, d_v,
+    d_theta, d_c, d_A, d_D, d_s_end, d_m_end, d_gain, d_bias, d_state, d_x, d_target, kept_stride, first, last, bound,
+    eps, ROWS: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DA: tl.constexpr,
+    DV: tl.constexpr, DEPTH: tl.constexpr, NAME: tl.constexpr, RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr,
+    BOUND: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Blocks [first, last) of every program, `first` the beginning of a chunk; `kept` has the state before each.
+
+    Arguments as in `forward_kernel`. In and out, summed over launches: d_state `[P, ...]` (at first the gradient of
+    the final state), d_target `[P, ...]`, d_gain, d_bias `[P, DV]`. d_x_end is the gradient of the last W_xi, d_x
+    that of `x`. With `c` `None` d_theta is written, without it d_c.
+    """
+    H1: tl.constexpr = DK * DA if DEPTH == 2 else 0
+    NW: tl.constexpr = H1 + DA * DV
+    NS: tl.constexpr = 2 * NW if MOMENTUM else NW
+    SPLIT: tl.constexpr = R > 1 or x is not None
+    NORM: tl.constexpr = gain is not None
+    p = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BC)
+    live = i < ROWS
+    wide = tl.arange(0, DV)
+    total = tl.load(lengths + p)
+    stop = tl.minimum(last, total)
+    none = tl.zeros((1,), tl.float32)
+    d_W1, d_S1, d_S2, d_T1, d_T2 = none, none, none, none, none
+    d_X1, d_X2, g_gain, g_bias, scale, shift = none, none, none, none, None, None
+    here = d_state + p * NS
+    if DEPTH == 2:
+        d_W1 = tl.load(matrix(here, DK, DA))
+    d_W2 = tl.load(matrix(here + H1, DA, DV))
+    if MOMENTUM:
+        if DEPTH == 2:
+            d_S1 = tl.load(matrix(here + NW, DK, DA))
+        d_S2 = tl.load(matrix(here + NW + H1, DA, DV))
+    T1, T2 = None, None
+    if target is not None:
+        T1, T2 = target + p * NW, target + p * NW + H1
+        if DEPTH == 2:
+            d_T1 = tl.load(matrix(d_target + p * NW, DK, DA))
+        d_T2 = tl.load(matrix(d_target + p * NW + H1, DA, DV))
+    if SPLIT:
+        if DEPTH == 2:
+            d_X1 = tl.zeros((DK, DA), tl.float32)
+        d_X2 = tl.zeros((DA, DV), tl.float32)
+        if d_x_end is not None:
+            if total <= last:
+                if DEPTH == 2:
+                    d_X1 += tl.load(matrix(d_x_end + p * NW, DK, DA))
+                d_X2 += tl.load(matrix(d_x_end + p * NW + H1, DA, DV))
+    if NORM:
+        scale, shift = tl.load(gain + p * DV + wide), tl.load(bias + p * DV + wide)
+        g_gain, g_bias = tl.load(d_gain + p * DV + wide), tl.load(d_bias + p * DV + wide)
+    for back in range(first, stop):
+        j = stop - 1 - (back - first)
+        block = (tl.load(starts + j // R) + p) * R + j % R
+        here = kept + p * kept_stride + (j - first) * NS
+        W1, S1, S2 = none, none, none
+        if DEPTH == 2:
+            W1 = tl.load(matrix(here, DK, DA))
+        W2 = tl.load(matrix(here + H1, DA, DV))
+        if MOMENTUM:
+            if DEPTH == 2:
+                S1 = tl.load(matrix(here + NW, DK, DA))
+            S2 = tl.load(matrix(here + NW + H1, DA, DV))
+        X1, X2 = W1, W2
+        if SPLIT:
+            here = kept + p * kept_stride + (j - j % R - first) * NS
+            if x is not None:
+                if j < R:  # the chunk that began before this call
+                    here = x + p * NW
+            if DEPTH == 2:
+                X1 = tl.load(matrix(here, DK, DA))
+            X2 = tl.load(matrix(here + H1, DA, DV))
+        key = load_rows(k + block * ROWS * DK, live, DK, BC, DK)
+        value = load_rows(v + block * ROWS * DV, live, DV, BC, DV).to(tl.float32)
+        a, delta, below, slope, curve, behind, error, h, inverse = inner_gradient(
+            X1, X2, key, value, scale, shift, eps, DEPTH, DV, NAME, RESIDUAL, NORM, DT, PREC
+        )
+        pairs, end_W = pair_weights(theta, c, block, live, ROWS, BC)
+        A_end, A_rows, D_end, D_rows, m_last, end_S = None, None, None, None, None, None
+        if MOMENTUM:
+            end_S = tl.load(s_end + block * ROWS + i, mask=live, other=0.0)
+            m_last = tl.load(m_end + block)
+            D_end = tl.load(D + block * ROWS + ROWS - 1)
+            D_rows = tl.load(D + block * ROWS + i, mask=live, other=0.0)
+        if A is not None:
+            A_end = tl.load(A + block * ROWS + ROWS - 1)
+            A_rows = tl.load(A + block * ROWS + i, mask=live, other=0.0)
+        shrink, square = 1.0, 0.0
+        raw_pairs, raw_end, raw_end_S = pairs, end_W, end_S
+        if BOUND:
+            shrink, square = bound_scale(key.to(tl.float32), below, a.to(tl.float32), delta, bound, DEPTH)
+            pairs, end_W = pairs * shrink[None, :], end_W * shrink
+            if MOMENTUM:
+                end_S *= shrink
+
+        # the writes
+        d_W2, d_S2, d_T2, g_a, g_delta, g_A, g_D, g_m, g_end, g_end_S = reverse_write(
+            d_W2, d_S2, d_T2, W2, S2, T2, A_end, D_end, m_last, end_W, end_S, a, delta, DA, DV, MOMENTUM, DT, PREC
+        )
+        g_key, g_below = g_a, g_a  # depth 1: the top layer's input is the key
+        if DEPTH == 2:
+            d_W1, d_S1, d_T1, g_key, g_below, h_A, h_D, h_m, h_end, h_end_S = reverse_write(
+                d_W1, d_S1, d_T1, W1, S1, T1, A_end, D_end, m_last, end_W, end_S, key, below, DK, DA, MOMENTUM, DT,
+                PREC,
+            )  # fmt: skip
+            g_A, g_D, g_m, g_end, g_end_S = g_A + h_A, g_D + h_D, g_m + h_m, g_end + h_end, g_end_S + h_end_S
+
+        # the reads
+        g_pairs = tl.zeros((BC, BC), tl.float32)
+        g_A_rows, g_D_rows = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+        for g in range(G):
+            row = block * ROWS * G + g
+            query = load_rows(q + row * DK, live, G * DK, BC, DK)
+            d_y = load_rows(d_o + row * DV, live, G * DV, BC, DV).to(tl.float32)
+            g_query = d_y
+            hidden, read_slope = query, 0.0
+            if DEPTH == 2:
+                z = read_layer(query, W1, S1, T1, A_rows, D_rows, pairs, key, below, DK, DA, MOMENTUM, DT, PREC)
+                hidden, read_slope, read_curve = activate(z, NAME)
+            if NORM:
+                y = read_layer(hidden, W2, S2, T2, A_rows, D_rows, pairs, a, delta, DA, DV, MOMENTUM, DT, PREC)
+                y, y_inverse = standardise(y, eps, DV)
+                g_gain += tl.sum(d_y * y, 0)
+                g_bias += tl.sum(d_y, 0)
+                d_y = through_standardise(scale[None, :] * d_y, y, y_inverse, DV)
+            d_hidden, d_W2, d_S2, d_T2, g_a, g_delta, g_pairs, g_A_rows, g_D_rows = reverse_read(
+                hidden, d_y, d_W2, d_S2, d_T2, g_a, g_delta, g_pairs, g_A_rows, g_D_rows, W2, S2, T2, A_rows, D_rows,
+                pairs, a, delta, DA, DV, MOMENTUM, DT, PREC,
+            )  # fmt: skip
+            if DEPTH == 2:
+                d_hidden, d_W1, d_S1, d_T1, g_key, g_below, g_pairs, g_A_rows, g_D_rows = reverse_read(
+                    query, d_hidden * read_slope, d_W1, d_S1, d_T1, g_key, g_below, g_pairs, g_A_rows, g_D_rows, W1,
+                    S1, T1, A_rows, D_rows, pairs, key, below, DK, DA, MOMENTUM, DT, PREC,
+                )  # fmt: skip
+            if RESIDUAL:
+                d_hidden += g_query
+            store_rows(d_q + row * DK, d_hidden, live, G * DK, BC, DK)
+
+        # the scalars
+        if BOUND:
+            g_shrink = tl.sum(g_pairs * raw_pairs, 0) + g_end * raw_end
+            g_pairs, g_end = g_pairs * shrink[None, :], g_end * shrink
+            if MOMENTUM:
+                g_shrink += g_end_S * raw_end_S
+                g_end_S *= shrink
+            over = tl.maximum(square, bound * bound)
+            g_square = tl.where(square > bound * bound, -shrink / over * g_shrink, 0.0)[:, None]
+            wide_a = a.to(tl.float32)
+            g_a += g_square * tl.sum(delta * delta, 1)[:, None] * wide_a
+            g_delta += g_square * tl.sum(wide_a * wide_a, 1)[:, None] * delta
+            if DEPTH == 2:
+                wide_a = key.to(tl.float32)
+                g_key += g_square * tl.sum(below * below, 1)[:, None] * wide_a
+                g_below += g_square * tl.sum(wide_a * wide_a, 1)[:, None] * below
+        if c is None:
+            g_theta = g_end + tl.sum(tl.where(i[:, None] >= i[None, :], g_pairs, 0.0), 0)
+            tl.store(d_theta + block * ROWS + i, g_theta, mask=live)
+        else:
+            g_pairs += tl.where(i[:, None] == ROWS - 1, g_end[None, :], 0.0)
+            there = d_c + block * ROWS * ROWS + i[:, None] * ROWS + i[None, :]
+            tl.store(there, g_pairs, mask=live[:, None] & live[None, :])
+        if A is not None:
+            tl.store(d_A + block * ROWS + i, g_A_rows + tl.where(i == ROWS - 1, g_A, 0.0), mask=live)
+        if MOMENTUM:
+            tl.store(d_D + block * ROWS + i, g_D_rows + tl.where(i == ROWS - 1, g_D, 0.0), mask=live)
+            tl.store(d_s_end + block * ROWS + i, g_end_S, mask=live)
+            tl.store(d_m_end + block, g_m)
+
+        # the inner gradient, a function of k, v and W_xi
+        if SPLIT:
+            h_X1, h_X2 = d_X1, d_X2
+        else:
+            h_X1, h_X2 = d_W1, d_W2
+        d_z = 0.0
+        if DEPTH == 2:
+            g_behind = g_below * slope
+            d_z = g_below * behind * curve
+            g_delta += dot(g_behind, X2, DT, PREC)
+            h_X2 += dot(tl.trans(g_behind), delta, DT, PREC)
+        g_error, d_y = g_delta, g_delta
+        if NORM:
+            u = scale[None, :] * error
+            d_u = through_standardise(g_delta, h, inverse, DV)
+            g_error = scale[None, :] * d_u
+            g_gain += tl.sum(d_u * error + g_error * h, 0)
+            g_bias += tl.sum(g_error, 0)
+            d_h = scale[None, :] * g_error - g_delta * (tl.sum(u * h, 1) / DV)[:, None] * inverse
+            d_h -= u * (tl.sum(g_delta * h, 1) / DV)[:, None] * inverse
+            along = (tl.sum(g_delta * delta, 1) / DV)[:, None] * inverse
+            d_y = through_standardise(d_h, h, inverse, DV) - h * along
+        g_a += dot(d_y, tl.trans(X2), DT, PREC)
+        h_X2 += dot(tl.trans(a), d_y, DT, PREC)
+        if DEPTH == 2:
+            d_z += g_a * slope
+            g_key += dot(d_z, tl.trans(X1), DT, PREC)
+            h_X1 += dot(tl.trans(key), d_z, DT, PREC)
+        else:
+            g_key = g_a
+        if RESIDUAL:
+            g_key += g_error
+        store_rows(d_k + block * ROWS * DK, g_key, live, DK, BC, DK)
+        store_rows(d_v + block * ROWS * DV, -g_error, live, DV, BC, DV)
+        if SPLIT:
+            begins = j % R == 0
+            if x is not None:
+                begins = begins & (j > 0)
+            if DEPTH == 2:
+                d_W1 += tl.where(begins, h_X1, 0.0)
+                d_X1 = tl.where(begins, 0.0, h_X1)
+            d_W2 += tl.where(begins, h_X2, 0.0)
+            d_X2 = tl.where(begins, 0.0, h_X2)
+        else:
+            d_W1, d_W2 = h_X1, h_X2
+            if d_x_end is not None:
+                if j == total - 1:
+                    if DEPTH == 2:
+                        d_W1 += tl.load(matrix(d_x_end + p * NW, DK, DA))
+                    d_W2 += tl.load(matrix(d_x_end + p * NW + H1, DA, DV))
+    here = d_state + p * NS
+    if DEPTH == 2:
+        tl.store(matrix(here, DK, DA), d_W1)
+    tl.store(matrix(here + H1, DA, DV), d_W2)
+    if MOMENTUM:
+        if DEPTH == 2:
+            tl.store(matrix(here + NW, DK, DA), d_S1)
+        tl.store(matrix(here + NW + H1, DA, DV), d_S2)
+    if target is not None:
+        if DEPTH == 2:
+            tl.store(matrix(d_target + p * NW, DK, DA), d_T1)
+        tl.store(matrix(d_target + p * NW + H1, DA, DV), d_T2)
+    if x is not None:
+        if DEPTH == 2:
+            tl.store(matrix(d_x + p * NW, DK, DA), d_X1)
+        tl.store(matrix(d_x + p * NW + H1, DA, DV), d_X2)
+    if NORM:
+        tl.store(d_gain + p * DV + wide, g_gain)
+        tl.store(d_bias + p * DV + wide, g_bias)

@@ -1,0 +1,289 @@
+"""Triton: forward of one memory that reads W_t, a program per (grid row, head) that walks over its chunks.
+
+Axis legend
+    ROWS tokens of a block, BC of its tile (rows beyond ROWS are zeros)   R blocks that share one W_xi: a chunk
+    G query heads per memory head   DK key width   DV value width   DA width of the top layer's input   P programs
+    state: W (hidden layer, then top layer), with momentum followed by S, flattened, float32
+
+The dual form of `scan_tnt` holds for any run of tokens with gradients at W_xi and reads from W: a chunk that is too
+long for a tile is cut into blocks that keep its W_xi, and a state carried into the middle of a chunk is the same
+thing. Accumulation and state are float32, matrix operands DT. Travels with every pushed checkpoint.
+"""
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # `kernels_tnt` refuses to run without it; the definitions need the annotations only
+    from types import SimpleNamespace
+
+    triton, tl = None, SimpleNamespace(constexpr=None)
+
+
+def jit(function):
+    """`triton.jit` where there is a Triton."""
+    return function if triton is None else triton.jit(function)
+
+
+@jit
+def dot(x, y, DT: tl.constexpr, PREC: tl.constexpr):
+    """x @ y with operands of type DT, accumulated in float32."""
+    return tl.dot(x.to(DT), y.to(DT), input_precision=PREC)
+
+
+@jit
+def matrix(base, M: tl.constexpr, N: tl.constexpr):
+    """Addresses of a contiguous [M, N] matrix."""
+    return base + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+
+
+@jit
+def load_rows(base, live, stride, BC: tl.constexpr, WIDTH: tl.constexpr):
+    """[BC, WIDTH] rows `stride` elements apart, zeros where not `live`."""
+    where = base + tl.arange(0, BC)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
+    return tl.load(where, mask=live[:, None], other=0.0)
+
+
+@jit
+def store_rows(base, x, live, stride, BC: tl.constexpr, WIDTH: tl.constexpr):
+    """The inverse of `load_rows`, rounded to the tensor's type."""
+    where = base + tl.arange(0, BC)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
+    tl.store(where, x.to(base.dtype.element_ty), mask=live[:, None])
+
+
+@jit
+def activate(z, NAME: tl.constexpr):
+    """phi(z), phi'(z), phi''(z); what is not used is not computed."""
+    if NAME == "silu":
+        s = tl.sigmoid(z)
+        a = z * s
+        return a, s + a * (1.0 - s), s * (1.0 - s) * (2.0 + z - 2.0 * a)
+    else:
+        below = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+        bell = 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        return z * below, below + z * bell, bell * (2.0 - z * z)
+
+
+@jit
+def standardise(y, eps, WIDTH: tl.constexpr):
+    """The LayerNorm without its affine part, and 1 / s."""
+    centred = y - (tl.sum(y, 1) / WIDTH)[:, None]
+    inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / WIDTH + eps)
+    return centred * inverse[:, None], inverse[:, None]
+
+
+@jit
+def through_standardise(grad, h, inverse, WIDTH: tl.constexpr):
+    """grad times the Jacobian of h, which is symmetric."""
+    along = (tl.sum(grad * h, 1) / WIDTH)[:, None]
+    return (grad - (tl.sum(grad, 1) / WIDTH)[:, None] - h * along) * inverse
+
+
+@jit
+def inner_gradient(
+    X1, X2, key, value, gain, bias, eps, DEPTH: tl.constexpr, DV: tl.constexpr, NAME: tl.constexpr,
+    RESIDUAL: tl.constexpr, NORM: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """The factors of g_l = a_{l-1}^T delta_l at X. Returns (a, delta) of the top layer, delta of the hidden one with
+    phi', phi'' and dl/da behind it, and the error, h and 1 / s of the network's output."""
+    a, slope, curve = key, 0.0, 0.0
+    if DEPTH == 2:
+        a, slope, curve = activate(dot(key, X1, DT, PREC), NAME)
+    y = dot(a, X2, DT, PREC)
+    h, inverse = y, 0.0
+    if NORM:
+        h, inverse = standardise(y, eps, DV)
+        y = gain[None, :] * h + bias[None, :]
+    error = y - value
+    if RESIDUAL:
+        error += key.to(tl.float32)
+    delta = error
+    if NORM:
+        delta = through_standardise(gain[None, :] * error, h, inverse, DV)
+    behind, below = 0.0, 0.0
+    if DEPTH == 2:
+        behind = dot(delta, tl.trans(X2), DT, PREC)
+        below = behind * slope
+    return a, delta, below, slope, curve, behind, error, h, inverse
+
+
+@jit
+def bound_scale(key, below, a, delta, bound, DEPTH: tl.constexpr):
+    """(s, |g|^2) with s = min(1, bound / |g|) per token, |g|^2 over all layers."""
+    square = tl.sum(a * a, 1) * tl.sum(delta * delta, 1)
+    if DEPTH == 2:
+        square += tl.sum(key * key, 1) * tl.sum(below * below, 1)
+    return bound / tl.sqrt(tl.maximum(square, bound * bound)), square
+
+
+@jit
+def pair_weights(theta, c, block, live, ROWS: tl.constexpr, BC: tl.constexpr):
+    """c_{t,i} `[BC, BC]` of a block and its last row: theta_i for i <= t where `c` is `None`."""
+    i = tl.arange(0, BC)
+    if c is None:
+        end = tl.load(theta + block * ROWS + i, mask=live, other=0.0)
+        return tl.where(i[:, None] >= i[None, :], end[None, :], 0.0), end
+    else:
+        where = c + block * ROWS * ROWS + i
+        pairs = tl.load(where[None, :] + i[:, None] * ROWS, mask=live[:, None] & live[None, :], other=0.0)
+        return pairs, tl.load(where + (ROWS - 1) * ROWS, mask=live, other=0.0)
+
+
+@jit
+def read_layer(
+    x, W, S, target, A, D, pairs, a, delta, M: tl.constexpr, N: tl.constexpr, MOMENTUM: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """x W_t for the rows of a block, as attention to its writes (a, delta)."""
+    if A is not None:
+        if target is not None:
+            goal = tl.load(matrix(target, M, N))
+            y = dot(x, goal, DT, PREC) + A[:, None] * dot(x, W - goal, DT, PREC)
+        else:
+            y = A[:, None] * dot(x, W, DT, PREC)
+    else:
+        y = dot(x, W, DT, PREC)
+    if MOMENTUM:
+        y += D[:, None] * dot(x, S, DT, PREC)
+    return y - dot(pairs * dot(x, tl.trans(a), DT, PREC), delta, DT, PREC)
+
+
+@jit
+def write_layer(
+    W, S, target, A_end, D_end, m_end, end, end_S, a, delta, M: tl.constexpr, N: tl.constexpr,
+    MOMENTUM: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """W and S behind a block."""
+    if A_end is not None:
+        W = A_end * W
+        if target is not None:
+            W += (1.0 - A_end) * tl.load(matrix(target, M, N))
+    key = tl.trans(a)
+    if MOMENTUM:
+        W += D_end * S
+        S = m_end * S - dot(key, end_S[:, None] * delta, DT, PREC)
+    return W - dot(key, end[:, None] * delta, DT, PREC), S
+
+
+@jit
+def forward_kernel(
+    q, k, v, theta, c, A, D, s_end, m_end, gain, bias, state, x, target, starts, lengths, o, loss, end, x_end, kept,
+    state_stride, kept_stride, first, last, bound, eps, ROWS: tl.constexpr, BC: tl.constexpr, R: tl.constexpr,
+    G: tl.constexpr, DK: tl.constexpr, DA: tl.constexpr, DV: tl.constexpr, DEPTH: tl.constexpr, NAME: tl.constexpr,
+    RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr, EVERY: tl.constexpr, DT: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """Blocks [first, last) of every program.
+
+    q `[N, ROWS G, DK]`, k, v `[N, ROWS, D]` and the scalars `c` ... `m_end` of N blocks; block j of program p is
+    (starts[j // R] + p) R + j % R, and p has lengths[p] of them. gain, bias `[P, DV]`. `state` `[P, ...]` before the
+    first block, x `[P, ...]` its W_xi if that is not W, `target` `[P, ...]`. Written if not `None`: o `[N, ROWS G,
+    DV]`, the inner loss `[N, ROWS]`, the state after the last block, the W_xi of it, and to `kept` `[P, slots, ...]`
+    the state before every EVERY-th block.
+    """
+    H1: tl.constexpr = DK * DA if DEPTH == 2 else 0  # where the top layer's weights begin
+    NW: tl.constexpr = H1 + DA * DV
+    SPLIT: tl.constexpr = R > 1 or x is not None
+    NORM: tl.constexpr = gain is not None
+    p = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BC)
+    live = i < ROWS
+    total = tl.load(lengths + p)
+    W1, S1, S2 = tl.zeros((1,), tl.float32), tl.zeros((1,), tl.float32), tl.zeros((1,), tl.float32)
+    here = state + p * state_stride
+    if DEPTH == 2:
+        W1 = tl.load(matrix(here, DK, DA))
+    W2 = tl.load(matrix(here + H1, DA, DV))
+    if MOMENTUM:
+        if DEPTH == 2:
+            S1 = tl.load(matrix(here + NW, DK, DA))
+        S2 = tl.load(matrix(here + NW + H1, DA, DV))
+    if SPLIT:
+        if x is not None:
+            here = x + p * NW
+        X1 = W1
+        if DEPTH == 2:
+            X1 = tl.load(matrix(here, DK, DA))
+        X2 = tl.load(matrix(here + H1, DA, DV))
+    scale, shift = None, None
+    T1 = None if target is None else target + p * NW
+    T2 = None if target is None else target + p * NW + H1
+    if NORM:
+        scale = tl.load(gain + p * DV + tl.arange(0, DV))
+        shift = tl.load(bias + p * DV + tl.arange(0, DV))
+    for j in range(first, tl.minimum(last, total)):
+        block = (tl.load(starts + j // R) + p) * R + j % R
+        if EVERY > 0:
+            if (j - first) % EVERY == 0:
+                there = kept + p * kept_stride + (j - first) // EVERY * (2 * NW if MOMENTUM else NW)
+                if DEPTH == 2:
+                    tl.store(matrix(there, DK, DA), W1)
+                tl.store(matrix(there + H1, DA, DV), W2)
+                if MOMENTUM:
+                    if DEPTH == 2:
+                        tl.store(matrix(there + NW, DK, DA), S1)
+                    tl.store(matrix(there + NW + H1, DA, DV), S2)
+        if SPLIT:
+            begins = j % R == 0
+            if x is not None:
+                begins = begins & (j > 0)
+            if DEPTH == 2:
+                X1 = tl.where(begins, W1, X1)
+            X2 = tl.where(begins, W2, X2)
+        else:
+            X1, X2 = W1, W2
+        if x_end is not None:
+            if j == total - 1:
+                if DEPTH == 2:
+                    tl.store(matrix(x_end + p * NW, DK, DA), X1)
+                tl.store(matrix(x_end + p * NW + H1, DA, DV), X2)
+        key = load_rows(k + block * ROWS * DK, live, DK, BC, DK)
+        value = load_rows(v + block * ROWS * DV, live, DV, BC, DV).to(tl.float32)
+        a, delta, below, slope, curve, behind, error, h, inverse = inner_gradient(
+            X1, X2, key, value, scale, shift, eps, DEPTH, DV, NAME, RESIDUAL, NORM, DT, PREC
+        )
+        if loss is not None:
+            tl.store(loss + block * ROWS + i, 0.5 * tl.sum(error * error, 1), mask=live)
+        pairs, end_W = pair_weights(theta, c, block, live, ROWS, BC)
+        A_end, A_rows, D_end, D_rows, m_last, end_S = None, None, None, None, None, None
+        if MOMENTUM:
+            end_S = tl.load(s_end + block * ROWS + i, mask=live, other=0.0)
+            m_last = tl.load(m_end + block)
+            D_end = tl.load(D + block * ROWS + ROWS - 1)
+            D_rows = tl.load(D + block * ROWS + i, mask=live, other=0.0)
+        if A is not None:
+            A_end = tl.load(A + block * ROWS + ROWS - 1)
+            A_rows = tl.load(A + block * ROWS + i, mask=live, other=0.0)
+        if BOUND:
+            shrink, square = bound_scale(key.to(tl.float32), below, a.to(tl.float32), delta, bound, DEPTH)
+            pairs, end_W = pairs * shrink[None, :], end_W * shrink
+            if MOMENTUM:
+                end_S *= shrink
+        if o is not None:
+            for g in range(G):
+                row = block * ROWS * G + g
+                query = load_rows(q + row * DK, live, G * DK, BC, DK)
+                hidden = query
+                if DEPTH == 2:
+                    z = read_layer(query, W1, S1, T1, A_rows, D_rows, pairs, key, below, DK, DA, MOMENTUM, DT, PREC)
+                    hidden, z_slope, z_curve = activate(z, NAME)
+                y = read_layer(hidden, W2, S2, T2, A_rows, D_rows, pairs, a, delta, DA, DV, MOMENTUM, DT, PREC)
+                if NORM:
+                    y, y_inverse = standardise(y, eps, DV)
+                    y = scale[None, :] * y + shift[None, :]
+                if RESIDUAL:
+                    y += query.to(tl.float32)
+                store_rows(o + row * DV, y, live, G * DV, BC, DV)
+        if DEPTH == 2:
+            W1, S1 = write_layer(
+                W1, S1, T1, A_end, D_end, m_last, end_W, end_S, key, below, DK, DA, MOMENTUM, DT, PREC
+            )
+        W2, S2 = write_layer(W2, S2, T2, A_end, D_end, m_last, end_W, end_S, a, delta, DA, DV, MOMENTUM, DT, PREC)
+    if end is not None:
+        there = end + p * (2 * NW if MOMENTUM else NW)
+        if DEPTH == 2:
+            tl.store(matrix(there, DK, DA), W1)
+        tl.store(matrix(there + H1, DA, DV), W2)
+        if MOMENTUM:
+            if DEPTH == 2:
+                tl.store(matrix(there + NW, DK, DA), S1)
+            tl.store(matrix(there + NW + H1, DA, DV), S2)

@@ -1,0 +1,254 @@
+"""The Triton route of a memory: what it can run, and `scan_tnt.scan` with its backward as kernels.
+
+Axis legend
+    C tokens per chunk   ROWS tokens per block, R blocks per chunk   G query heads per memory head   K key width
+    V value width   P programs: grid rows x heads   N chunks of all rows x heads, ordered by step and then by row
+
+Reads "current" run here, by `kernels_local_tnt` and its backward. Travels with every pushed checkpoint.
+"""
+
+import logging
+import math
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .coefficients_tnt import Coef, chunk_coefficients
+from .kernels_local_reverse_tnt import reverse_kernel
+from .kernels_local_tnt import forward_kernel
+from .scan_tnt import Plan
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+BLOCK_TOKENS = 32  # of a tile: a longer chunk runs as several blocks with one W_xi. 64 spills ten times as much
+STATE_FLOATS = 2 * 64 * 256  # of W: what does not stay in registers is spilled, and beyond this does not compile
+# Products of float32: three of tf32 each, exact to about 2^-21. "ieee" has no tensor cores, and ptxas gives such a
+# kernel 32 registers and spills all else.
+FLOAT32 = "tf32x3"
+INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)  # TRITON_INTERPRET=1
+
+
+@cache
+def _report(field: str, reason: str) -> None:
+    logging.getLogger(__name__).warning("%s='auto' runs 'chunk' on CUDA: %s.", field, reason)
+
+
+def choose(field: str, value: str, device: torch.device, dtype: torch.dtype, read: str, weights: list[Tensor]) -> str:
+    """The implementation that `value` of `field` stands for: "auto" is "triton" on CUDA where that can run, else
+    "chunk" (on CUDA it says why, once). The other arguments are those of `unsupported`.
+
+    Raises:
+        ValueError: "triton" where it cannot run, with the reason.
+    """
+    if value not in ("auto", "triton") or (value == "auto" and device.type != "cuda"):
+        return "chunk" if value == "auto" else value
+    reason = unsupported(device, dtype, read, weights)
+    if reason is None:
+        return "triton"
+    if value == "triton":
+        raise ValueError(f"{field}='triton' cannot run here: {reason}; use 'auto' or 'chunk'")
+    _report(field, reason)
+    return "chunk"
+
+
+def unsupported(device: torch.device, dtype: torch.dtype, read: str, weights: list[Tensor]) -> str | None:
+    """Why the kernels cannot run a memory, or `None` if they can: on `device`, with state and arithmetic in `dtype`,
+    for a read and weights `[H, d_in, d_out]`."""
+    widths = [weights[0].shape[1], *(w.shape[2] for w in weights)]
+    if triton is None:
+        return "Triton is not installed"
+    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+        return f"there is no Triton on {device.type!r} (the CPU needs TRITON_INTERPRET=1)"
+    if read != "current":
+        return f"read={read!r} has no kernel yet"
+    if dtype != torch.float32:
+        return f"the state would be {dtype}, and the kernels have float32"
+    if len(weights) > 2:
+        return f"the memory network has {len(weights)} layers, and the kernels 1 or 2"
+    if any(n < 16 or n & (n - 1) for n in widths):
+        return f"the memory network has widths {widths}, and the kernels powers of two from 16"
+    if (floats := sum(a * b for a, b in zip(widths, widths[1:]))) > STATE_FLOATS:
+        return f"a head's weights are {floats} numbers, and the kernels hold {STATE_FLOATS}"
+    return None
+
+
+class Shape(NamedTuple):
+    """What the kernels are compiled for and called with, besides tensors."""
+
+    rows: int  # tokens per block
+    blocks: int  # per chunk
+    groups: int
+    widths: tuple[int, int, int]  # K, the top layer's input, V
+    depth: int
+    net: tuple  # activation, residual, eps
+    momentum: bool
+    bound: float | None
+    operands: torch.dtype
+
+    @staticmethod
+    def split(chunk_size: int) -> tuple[int, int]:
+        """(rows, blocks) of a chunk: a block has the largest divisor of it that a tile holds."""
+        rows = next(n for n in range(min(chunk_size, BLOCK_TOKENS), 0, -1) if chunk_size % n == 0)
+        return rows, chunk_size // rows
+
+    @property
+    def floats(self) -> int:
+        """Of one head's state."""
+        K, A, V = self.widths
+        return (A * V + (K * A if self.depth == 2 else 0)) * (2 if self.momentum else 1)
+
+    @property
+    def constants(self) -> dict:
+        """The compile-time arguments of both kernels."""
+        K, A, V = self.widths
+        return {
+            "ROWS": self.rows,
+            "BC": max(16, 1 << (self.rows - 1).bit_length()),
+            "R": self.blocks,
+            "G": self.groups,
+            "DK": K,
+            "DA": A,
+            "DV": V,
+            "DEPTH": self.depth,
+            "NAME": self.net.activation,
+            "RESIDUAL": self.net.residual,
+            "MOMENTUM": self.momentum,
+            "BOUND": self.bound is not None,
+            "DT": tl.bfloat16 if self.operands == torch.bfloat16 else tl.float32,
+            "PREC": FLOAT32,
+        }
+
+    @property
+    def numbers(self) -> dict:
+        """The last run-time arguments of both kernels."""
+        return {"bound": self.bound or 0.0, "eps": float(self.net.eps)}
+
+    def launch(self, reverse: bool) -> dict:
+        """The compiler's options: as many threads as keep the state, and backward its gradient, in registers."""
+        half = self.operands == torch.bfloat16
+        light = half and not reverse and self.floats <= 2 * 64 * 64 and self.rows <= 16
+        # loads ahead of their use take shared memory, which large states need all of
+        return {"num_warps": 4 if light else 8, "num_stages": 2 if self.floats <= 4 * 64 * 64 else 1}
+
+
+def triton_scan(plan: Plan, q, k, v, scalars, ln, target, xi, W, S):
+    """`scan_tnt.scan` and its backward in Triton, for plan.current: the same arguments and results, but `scalars` are
+    (theta, mu, keep, present), each `[N, C]` or `None`, and q, k and v may be bfloat16 (they are then the type of all
+    matrix operands; o has it too). Gradients flow through states."""
+    C, depth = k.shape[1], len(W)
+    rows, blocks = Shape.split(C)
+    coef = chunk_coefficients(*(None if x is None else x.reshape(-1, rows) for x in scalars), True)
+    widths = W[0].shape[1], W[-1].shape[1], W[-1].shape[2]
+    momentum = coef.s_end is not None
+    shape = Shape(rows, blocks, plan.groups, widths, depth, plan.net, momentum, plan.bound, k.dtype)
+    if momentum:
+        S = S or [torch.zeros_like(w) for w in W]
+    state, x, goal = packed([*W, *(S or ())]), packed(xi), packed(target)
+    gain, bias = (None, None) if ln is None else (y.flatten(1) for y in ln)
+    o, loss, end, x_end = TritonScan.apply(plan, shape, q, k, v, *coef, gain, bias, state, x, goal)
+    if not plan.keep_state:
+        return o, loss, None, None, None
+    shapes = [w.shape[1:] for w in W] * (2 if momentum else 1)
+    last = unpacked(end, shapes)
+    start = last[:depth] if x_end is None else unpacked(x_end, shapes[:depth])
+    if isinstance(plan.full, Tensor):  # a complete chunk is over: the next one starts at W
+        start = [torch.where(plan.full[:, None, None], w, y) for w, y in zip(last, start)]
+    return o, loss, last[:depth], start, last[depth:] or None
+
+
+def packed(tensors: list[Tensor] | None) -> Tensor | None:
+    """Matrices `[P, ...]` of each program, one after the other in `[P, floats]`."""
+    return None if tensors is None else torch.cat([x.flatten(1) for x in tensors], 1)
+
+
+def unpacked(x: Tensor, shapes: list) -> list[Tensor]:
+    """The inverse of `packed`."""
+    return [y.unflatten(1, shape) for y, shape in zip(x.split([math.prod(shape) for shape in shapes], 1), shapes)]
+
+
+@lru_cache(maxsize=64)
+def layout(counts: tuple, starts: tuple, blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first program of each step, and each program's number of blocks, on the device."""
+    ending = [a - b for a, b in zip(counts, [*counts[1:], 0])][::-1]
+    lengths = torch.repeat_interleave(torch.arange(len(counts), 0, -1), torch.tensor(ending))
+    return tuple(x.to(device, torch.int32) for x in (torch.tensor(starts), lengths * blocks))
+
+
+class TritonScan(torch.autograd.Function):
+    """The kernels as one differentiable function. The forward keeps float32 states: all of them where they take
+    at most a quarter of what q, k, v and o do, else one every sqrt(steps) chunks, from which the backward runs it
+    again."""
+
+    @staticmethod
+    def forward(ctx, plan, shape, q, k, v, theta, c, A, D, s_end, m_end, gain, bias, state, x, target):
+        inputs = [
+            None if y is None else y.contiguous()
+            for y in (q, k, v, theta, c, A, D, s_end, m_end, gain, bias, state, x, target)
+        ]
+        q, k, v = inputs[:3]
+        K, _, V = shape.widths
+        steps = len(plan.counts)
+        ctx.every = 0
+        if any(ctx.needs_input_grad):
+            small = 4 * shape.floats <= shape.rows * (shape.groups + 1) * (K + V)
+            ctx.every = 1 if small else shape.blocks * math.isqrt(steps)
+        slots = -(-steps * shape.blocks // ctx.every) if ctx.every else 0
+        P = len(state)
+        blank = q.new_empty if sum(plan.counts) == len(q) else q.new_zeros
+        o = blank(len(q), q.shape[1], V)
+        loss = blank(*k.shape[:2], dtype=torch.float32) if plan.keep_loss else None
+        end = torch.empty_like(state) if plan.keep_state else None
+        partial = plan.keep_state and plan.full is not True
+        x_end = state.new_empty(P, shape.floats // (2 if shape.momentum else 1)) if partial else None
+        kept = state.new_empty(P, slots, shape.floats) if slots else None
+        launch_forward(plan, shape, inputs, 0, steps * shape.blocks, (o, loss, end, x_end), kept, ctx.every)
+        ctx.plan, ctx.shape = plan, shape
+        ctx.save_for_backward(*inputs, kept)
+        if loss is not None:
+            ctx.mark_non_differentiable(loss)
+        return o, loss, end, x_end
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_o, _, d_end, d_x_end):
+        plan, shape, (*inputs, kept) = ctx.plan, ctx.shape, ctx.saved_tensors
+        q, k, v, theta, c, A, D, s_end, m_end, gain, bias, state, x, target = inputs
+        blank = torch.empty_like if sum(plan.counts) == len(q) else torch.zeros_like
+        coef = Coef(None if c is not None else theta, c, A, D, s_end, m_end)  # theta reaches c through torch
+        d_tokens = [None if y is None else blank(y) for y in (q, k, v, *coef)]
+        d_state = torch.zeros_like(state) if d_end is None else d_end.clone(memory_format=torch.contiguous_format)
+        d_x = None if x is None else torch.empty_like(x)
+        d_sums = [None if y is None else torch.zeros_like(y) for y in (gain, bias, target)]
+        d_o, d_x_end = d_o.contiguous(), None if d_x_end is None else d_x_end.contiguous()
+        total = len(plan.counts) * shape.blocks
+        stride = total if ctx.every == 1 else ctx.every
+        room = kept if ctx.every == 1 else state.new_empty(len(state), stride, shape.floats)
+        for first in reversed(range(0, total, stride)):
+            last = min(first + stride, total)
+            if ctx.every != 1:
+                again = [*inputs[:11], kept[:, first // stride], *inputs[12:]]
+                launch_forward(plan, shape, again, first, last, (None,) * 4, room, 1)
+            starts, lengths = layout(tuple(plan.counts), tuple(plan.starts), shape.blocks, q.device)
+            with torch.cuda.device_of(q):
+                reverse_kernel[(plan.counts[first // shape.blocks],)](
+                    *inputs[:11], x, target, starts, lengths, room, d_o, d_x_end, *d_tokens, *d_sums[:2], d_state, d_x,
+                    d_sums[2], room.stride(0), first, last, **shape.numbers, **shape.constants, **shape.launch(True),
+                )  # fmt: skip
+        return None, None, *d_tokens, *d_sums[:2], d_state, d_x, d_sums[2]
+
+
+def launch_forward(plan: Plan, shape: Shape, inputs: list, first: int, last: int, outputs, kept, every: int) -> None:
+    """Blocks [first, last) from the states in `inputs`; `outputs` and `kept` are filled where they are not `None`."""
+    starts, lengths = layout(tuple(plan.counts), tuple(plan.starts), shape.blocks, inputs[0].device)
+    with torch.cuda.device_of(inputs[0]):
+        forward_kernel[(plan.counts[first // shape.blocks],)](
+            *inputs, starts, lengths, *outputs, kept, inputs[11].stride(0), 0 if kept is None else kept.stride(0),
+            first, last, **shape.numbers, **shape.constants, EVERY=every, **shape.launch(False),
+        )  # fmt: skip
