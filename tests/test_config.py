@@ -115,7 +115,7 @@ INVALID = [
     *[{name: "unknown"} for name in ("memory_activation", "memory_decay_target", "memory_lr_scaling", "memory_rule")],
     *[{name: "unknown"} for name in ("memory_feature_map", "memory_implementation")],
     *[{"variant": "mac"}, {"memory_rule": "omega"}, {"memory_rule": "muon"}, {"omega_window": 2}],
-    *[{"memory_feature_map": "polynomial"}, {"memory_implementation": "triton"}],
+    {"memory_feature_map": "polynomial"},
     {"memory_residual": True, "memory_feature_map": "quadratic"},
     # wrong types
     *[

@@ -16,6 +16,7 @@ import sys
 import pytest
 import torch
 from test_memory import assert_same, everything, leaves, make_inputs, run
+from tiny import tiny_model
 
 from tnt_hf.kernels_tnt import choose, unsupported
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
@@ -74,6 +75,7 @@ CASES = {
     "gelu, twice as wide": ({"T": 12, "hidden": 32}, {"chunk_size": 4, "activation": "gelu"}),
     "keys wider than values": ({"T": 12, "K": 32, "V": 16, "hidden": 64}, {"chunk_size": 4}),
     "a LayerNorm": ({"T": 12, "layernorm": True}, {"chunk_size": 6, "residual": True}),
+    "a linear one with a LayerNorm": ({"T": 8, "layernorm": True, "depth": 1}, {"chunk_size": 4, "grad_bound": 0.3}),
     "momentum": ({"T": 12, "momentum": True}, {"chunk_size": 4}),
     "forgetting to W_init": ({"T": 12, "decay": True}, {"chunk_size": 4}),
     "forgetting to 0": ({"T": 12, "decay": True}, {"chunk_size": 4, "decay_target": "zero"}),
@@ -110,7 +112,7 @@ if INTERPRETED:
     @pytest.mark.parametrize("bound", [None, 0.3])
     def test_every_option_at_every_chunk(chunk_size, depth, momentum, decay, bound):
         length = {1: 8, 4: 16, 16: 40, 64: 70, 128: 130}[chunk_size]
-        inputs = {"T": length, "depth": depth, "G": 2, "momentum": momentum, "decay": decay, "layernorm": depth == 1}
+        inputs = {"T": length, "depth": depth, "G": 2, "momentum": momentum, "decay": decay}
         pieces = [length // 3, length - length // 3]
         assert_is_naive(inputs, {"chunk_size": chunk_size, "grad_bound": bound, "split": pieces})
 
@@ -140,6 +142,22 @@ if INTERPRETED:
             tensors, weights, options = inputs
             gradients.append(torch.autograd.grad(op(*tensors, weights, **options, chunk_size=4)[0].sum(), wanted))
         assert_same([x.double() for x in gradients[1]], gradients[0], CLOSE)
+
+    def test_a_model_of_memories_that_read_themselves():
+        """Loss and gradients of a whole model, in pieces of a prompt too."""
+        shape = {"head_dim": 16, "global_chunk_size": 8, "global_read": "current", "local_chunk_sizes": [4]}
+        ids = torch.arange(20)[None] % 13
+        results = []
+        for implementation in ("chunk", "triton"):
+            torch.manual_seed(0)
+            model = tiny_model(torch.float32, **shape, memory_implementation=implementation)
+            loss = model(ids, labels=ids).loss
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                cache = model(ids[:, :7]).past_key_values
+                rest = model(ids[:, 7:], past_key_values=cache).logits
+            results.append([loss, rest, *gradients])
+        assert_same(results[1], results[0], 1e-5)  # two float32 forms, each with its own rounding
 
     def test_auto_does_not_choose_the_interpreter():
         cpu, weights = torch.device("cpu"), weights_of(16, 16)
@@ -209,6 +227,13 @@ def test_the_op_refuses_on_the_cpu():
     tensors, weights, options = make_inputs(K=16, V=16, hidden=16, dtype=torch.float32)
     with pytest.raises(ValueError, match="implementation='triton' cannot run here: there is no Triton on 'cpu'"):
         triton(*tensors, weights, **options, chunk_size=4)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs on the CPU")
+def test_the_model_refuses_on_the_cpu():
+    model = tiny_model(memory_implementation="triton")
+    with pytest.raises(ValueError, match="memory_implementation='triton' cannot run here"):
+        model(torch.ones(1, 4, dtype=torch.long))
 
 
 def test_everything_else_works_where_triton_is_not_installed():

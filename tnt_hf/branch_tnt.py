@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from .configuration_tnt import MemorySpec, TNTConfig
 from .convolution_tnt import TNTCausalConv, convolve
 from .features_tnt import quadratic
+from .kernels_tnt import choose
 from .memory_tnt import MemoryState, memory_chunkwise
 from .network_tnt import Net
 from .projection_tnt import project_queries
@@ -87,8 +88,8 @@ class TNTMemoryUnit(nn.Module):
             "residual": config.memory_residual,
             "decay_target": config.memory_decay_target,
             "grad_bound": config.memory_grad_bound,
-            "implementation": "chunk" if config.memory_implementation == "auto" else config.memory_implementation,
         }
+        self.implementation = config.memory_implementation
         self.weights = TNTInitialWeights(
             [nn.Parameter(torch.empty(H, *shape)) for shape in config.memory_weight_shapes]
         )
@@ -106,6 +107,7 @@ class TNTMemoryUnit(nn.Module):
         v: Tensor,
         spec: MemorySpec,
         lr_scale: float,
+        operands: torch.dtype,
         **options: Any,
     ) -> tuple[Tensor, MemoryState | None, Tensor | None]:
         """
@@ -113,6 +115,7 @@ class TNTMemoryUnit(nn.Module):
             hidden_states: `[B, T, hidden]`.
             q: `[B, T, n, D]`, already projected by M where the spec asks for it. k, v: `[B, T, H, D]`.
             spec: chunk size, reset interval (tokens) and read of this memory. lr_scale: factor of theta.
+            operands: type of the layer's activations; Triton multiplies bfloat16 as it is, and nothing else rounds.
             options: mask, segment_ids, initial_state, output_final_state, output_surprise of [`memory_chunkwise`].
 
         Returns:
@@ -120,23 +123,26 @@ class TNTMemoryUnit(nn.Module):
         """
 
         lr, momentum, decay = self.gates(hidden_states, lr_scale, q.dtype)
+        weights, tokens = list(self.weights), (q, k, v)
+        how = choose("memory_implementation", self.implementation, q.device, q.dtype, spec.read, weights)
+        if how == "triton" and operands == torch.bfloat16:
+            tokens = (x.to(operands) for x in tokens)
         layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)
-        result = memory_chunkwise(
-            q,
-            k,
-            v,
+        o, *result = memory_chunkwise(
+            *tokens,
             lr,
-            list(self.weights),
+            weights,
             momentum=momentum,
             decay=decay,
             chunk_size=spec.chunk_size,
             reset_interval=spec.reset_interval,
             read=spec.read,
             layernorm=layernorm,
+            implementation=how,
             **self.options,
             **options,
         )
-        return result if options["output_surprise"] else (*result, None)
+        return o.to(q.dtype), *result, *([] if options["output_surprise"] else [None])
 
     def gates(self, hidden_states: Tensor, lr_scale: float, dtype: torch.dtype) -> list[Tensor | None]:
         """theta, mu and alpha of tokens `[..., hidden]`: `[..., H]` of `dtype`, or `None` for what it has not."""
@@ -290,6 +296,7 @@ class TNTMemory(nn.Module):
             qkv, conv = convolve(convs, [q, k, v], self.taps, tail, mask, segment_ids)
             q, k, v = qkv.split(self.channels, -1)
 
+        operands = q.dtype
         with torch.autocast(hidden_states.device.type, enabled=False):
             q, k, v = (x.to(dtype).unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
             if self.feature_map == "silu":
@@ -299,7 +306,7 @@ class TNTMemory(nn.Module):
                 q, k = quadratic(q), quadratic(k)
             v = F.normalize(v, dim=-1) if self.value_norm else v
             o, new_state, surprise = self._remember(
-                hidden_states, q, k, v, layout, state, keep, mask, segment_ids, output_surprise
+                hidden_states, q, k, v, operands, layout, state, keep, mask, segment_ids, output_surprise
             )
             o = o if self.norm is None else self.norm(o)
         if keep:
@@ -357,7 +364,7 @@ class TNTMemory(nn.Module):
             o = o if self.norm is None else self.norm(o)
         return o.flatten(-2).to(hidden_states.dtype), torch.stack(surprises).mean(0) if output_surprise else None
 
-    def _remember(self, hidden_states, q, k, v, layout, state, keep, mask, segment_ids, output_surprise):
+    def _remember(self, hidden_states, q, k, v, operands, layout, state, keep, mask, segment_ids, output_surprise):
         """Sum of all memories `[B, T, n, D]` (TNT Eq. 15), the new state and the mean surprise."""
         queries, projections = {}, {}
         for interval in layout.intervals:
@@ -380,6 +387,7 @@ class TNTMemory(nn.Module):
                 v,
                 spec,
                 self.lr_factors[i],
+                operands,
                 mask=mask,
                 segment_ids=segment_ids,
                 initial_state=None if state is None else state.memories[i],

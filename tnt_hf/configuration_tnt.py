@@ -27,7 +27,7 @@ CHOICES = {
 # Names whose engine is not written yet: an explicit choice that cannot be honoured must raise.
 NOT_AVAILABLE = {
     "variant": ("mac",), "memory_rule": ("omega", "muon"), "omega_window": range(2, 1 << 62),
-    "memory_feature_map": ("polynomial",), "memory_implementation": ("triton",),
+    "memory_feature_map": ("polynomial",),
 }  # fmt: skip
 AT_LEAST_1 = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
@@ -130,8 +130,8 @@ class TNTConfig(PreTrainedConfig):
         memory_lr_scaling (`str`, defaults to `"capped"`): factor of theta: 1 (`"none"`), C^-1/2 (`"train_chunk"`), or
             min(1, 64 / C). C is frozen in `memory_train_chunk_sizes` (global first; `None`: the sizes given).
         memory_momentum, memory_decay (`bool`, default `False`), memory_decay_target (`"init"` W_init, or `"zero"`),
-        memory_grad_bound (`float`, *optional*, limit on the norm of each token's inner gradient).
-        memory_rule, omega_window: only `"gradient"` and 1 yet. memory_implementation: `"auto"`, `"chunk"`, `"naive"`.
+        memory_grad_bound (`float`, *optional*): limit on |g_t|. memory_rule, omega_window: only `"gradient"`, 1 yet.
+        memory_implementation: `"chunk"`, `"naive"`, `"triton"` (or raise), `"auto"` (Triton on CUDA where it can run).
 
     Raises:
         ValueError: for every invalid value or combination, naming the field and the value.
