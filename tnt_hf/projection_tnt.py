@@ -74,6 +74,7 @@ def project_queries(
     segment_ids: Tensor | None = None,
     initial_state: tuple[Tensor, Tensor] | None = None,
     output_final_state: bool = False,
+    implementation: str = "chunk",
 ) -> tuple[Tensor, Tensor | None]:
     """The Q-K projection of TNT (Appendix C-D): q~_t = q_t M_t, M_t = sum of k^T k / |k|^2 from the last reset to t
     inclusive.
@@ -86,21 +87,38 @@ def project_queries(
         normalize: L2-normalise q~ (|q M| grows with the shard; `False` is the paper).
         mask, segment_ids: `[B, T]`, as in `memory_chunkwise`.
         initial_state: `(M [B, H, K, K], time [B])` before the first token.
+        implementation: "chunk" (torch) or "triton" (its products with q's dtype as operands; a single token that goes
+        on from a state needs no kernel).
 
     Returns:
         `(q~ [B, T, Hq, K] in q's dtype, M [B, H, K, K] or None)`.
 
     Raises:
-        ValueError: a shape, dtype or `reset_interval` that does not fit, with its name and value.
+        ValueError: a shape, dtype, `reset_interval` or `implementation` that does not fit, with its name and value.
     """
     check_tensor("q", q, (None, None, None, None))
     check_tensor("k", k, (q.shape[0], q.shape[1], None, q.shape[3]))
     check_positive("reset_interval", reset_interval, optional=True)
     check_rows(q, k, mask, segment_ids)
+    projection = _running_projection(implementation, q)
     dtype = torch.promote_types(q.dtype, torch.float32)
+    rest = dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state
     with torch.autocast(q.device.type, enabled=False):
-        run = _project_one if q.shape[1] == 1 and initial_state is not None and segment_ids is None else _project_many
-        return run(q, k, dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state)
+        if q.shape[1] == 1 and initial_state is not None and segment_ids is None:
+            return _project_one(q, k, *rest)
+        return _project_many(projection, q, k, *rest)
+
+
+def _running_projection(implementation: str, q: Tensor) -> type[torch.autograd.Function]:
+    if implementation == "chunk":
+        return _RunningProjection
+    if implementation != "triton":
+        raise ValueError(f"implementation must be 'chunk' or 'triton', got {implementation!r}")
+    from .kernels_projection_tnt import TritonProjection, unsupported  # Triton is slow to import
+
+    if reason := unsupported(q):
+        raise ValueError(f"implementation='triton' cannot run here: {reason}")
+    return TritonProjection
 
 
 def _project_one(q, k, dtype, interval, normalize, mask, _, initial_state, output_final_state):
@@ -117,7 +135,7 @@ def _project_one(q, k, dtype, interval, normalize, mask, _, initial_state, outpu
 
 
 @torch.compiler.disable
-def _project_many(q, k, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state):
+def _project_many(projection, q, k, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state):
     B, T, Hq, K = q.shape
     H = k.shape[2]
     C = min(PROJECTION_CHUNK, interval or PROJECTION_CHUNK)
@@ -126,11 +144,12 @@ def _project_many(q, k, dtype, interval, normalize, mask, segment_ids, initial_s
         grid = dense_grid(B, T, C, interval, q.device)
     else:
         grid = ragged_grid(*rows_of(q, mask, segment_ids, time), C, interval, align=False)
-    x = grid.gather(q.to(dtype).unflatten(2, (H, -1))).flatten(0, 1).flatten(1, 2)
-    u = F.normalize(grid.gather(k.to(dtype)), dim=-1).flatten(0, 1)
-    M = grid.rowwise(x.new_zeros(H, K, K), M)
+    operand = dtype if projection is _RunningProjection else q.dtype
+    x = grid.gather(q.to(operand).unflatten(2, (H, -1))).flatten(0, 1).flatten(1, 2)
+    u = F.normalize(grid.gather(k).to(dtype), dim=-1).flatten(0, 1).to(operand)
+    M = grid.rowwise(x.new_zeros(H, K, K, dtype=dtype), M)
     counts, starts = ([n * H for n in y] for y in (grid.counts, grid.starts))
-    out, M = _RunningProjection.apply(counts, starts, Hq // H, x, u, M)
-    out = F.normalize(out, dim=-1) if normalize else out
+    out, M = projection.apply(counts, starts, Hq // H, x, u, M)
+    out = F.normalize(out.to(dtype), dim=-1) if normalize else out
     out = grid.scatter(out.unflatten(1, (C, -1)).unflatten(0, (-1, H))).flatten(2, 3)
     return out.to(q.dtype), M.unflatten(0, (-1, H))[grid.last_row] if output_final_state else None

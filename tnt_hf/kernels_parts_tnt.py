@@ -1,0 +1,124 @@
+"""What the Triton kernels share: the guard around `import triton`, where kernels can run, and their arithmetic.
+
+Axis legend
+    rows, K: any matrix of operands; all functions but `dot` work element by element
+
+Products take bf16 or fp32 operands and accumulate in float32, without tf32. Travels with every pushed checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+except ImportError:  # Linux only, and optional there
+    triton = tl = None
+
+    def jit(function):
+        """A kernel without Triton: it is only a name."""
+        return function
+
+
+OPERANDS = (torch.float32, torch.bfloat16)
+WIDTHS = (16, 32, 64, 128)  # a tile's side is a power of two, and a product's inner axis at least 16
+
+
+def interpreted() -> bool:
+    """Whether kernels are run by Triton's interpreter (on the CPU, slowly), as the tests do."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unavailable(device: torch.device, dtype: torch.dtype, widths: dict[str, int]) -> str | None:
+    """Why no kernel can run for operands of `dtype` on `device`, or `None`. `widths`: sides of matrices, by name."""
+    if triton is None:
+        return "triton is not installed"
+    if device.type != "cuda" and not interpreted():
+        return f"Triton needs a CUDA device, the tensors are on {device.type!r}"
+    if dtype not in OPERANDS:
+        return f"the kernels compute with float32 or bfloat16, got {dtype}"
+    if interpreted() and dtype != torch.float32:
+        return f"Triton's interpreter is wrong for {dtype}: use float32"
+    for name, width in widths.items():
+        if width not in WIDTHS:
+            return f"{name} must be one of {WIDTHS}, got {width}"
+    return None
+
+
+def rows_of_tile(rows: int, most: int = 64) -> int:
+    """Rows of a tile that holds `rows` of them, or a part: a power of two, at least 16 (a product's least side)."""
+    return max(16, min(most, 1 << (rows - 1).bit_length()))
+
+
+def operand(dtype: torch.dtype):
+    """Triton's name for an operand type."""
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+
+
+@jit
+def dot(a, b, DT: tl.constexpr):
+    """a @ b of operands in DT, in float32."""
+    return tl.dot(a.to(DT), b.to(DT), input_precision="ieee")
+
+
+@jit
+def load(pointer, rows, inside, columns, WIDTH: tl.constexpr):
+    """[rows, columns] of a matrix whose rows are WIDTH long; rows that are not `inside` are 0."""
+    return tl.load(pointer + rows[:, None] * WIDTH + columns[None, :], mask=inside[:, None], other=0.0)
+
+
+@jit
+def store(pointer, rows, inside, columns, value, WIDTH: tl.constexpr):
+    """The inverse of `load`."""
+    at = pointer + rows[:, None] * WIDTH + columns[None, :]
+    tl.store(at, value.to(pointer.dtype.element_ty), mask=inside[:, None])
+
+
+@jit
+def phi(z, ACT: tl.constexpr):
+    """The activation, SiLU or GELU."""
+    if ACT == "silu":
+        return z * tl.sigmoid(z)
+    else:
+        return 0.5 * z * (1 + tl.math.erf(z * 0.7071067811865476))
+
+
+@jit
+def slope(z, ACT: tl.constexpr):
+    """phi'(z)."""
+    if ACT == "silu":
+        s = tl.sigmoid(z)
+        return s * (1 + z * (1 - s))
+    else:
+        return 0.5 * (1 + tl.math.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+
+
+@jit
+def curve(z, ACT: tl.constexpr):
+    """phi''(z)."""
+    if ACT == "silu":
+        s = tl.sigmoid(z)
+        return s * (1 - s) * (2 + z * (1 - 2 * s))
+    else:
+        return 0.3989422804014327 * tl.exp(-0.5 * z * z) * (2 - z * z)
+
+
+@jit
+def standardise(y, inside, eps, V: tl.constexpr):
+    """h = (y - mean) / s along each row of V, and 1 / s; h is 0 in rows that are not `inside`."""
+    y -= (tl.sum(y, 1) / V)[:, None]
+    inverse = tl.where(inside, 1 / tl.sqrt(tl.sum(y * y, 1) / V + eps), 0.0)
+    return y * inverse[:, None], inverse
+
+
+@jit
+def through_standardise(grad, h, inverse, V: tl.constexpr):
+    """grad times the Jacobian of h."""
+    along = tl.sum(grad * h, 1) / V
+    return inverse[:, None] * (grad - (tl.sum(grad, 1) / V)[:, None] - h * along[:, None])

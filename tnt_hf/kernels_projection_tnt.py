@@ -1,0 +1,141 @@
+"""Triton kernels of the Q-K projection: q_t M_t, M_t = M_0 + sum_{i<=t} u_i^T u_i, forward and exact backward.
+
+Axis legend
+    P programs: grid rows x memory heads   N chunks of all programs   C tokens per chunk (at most 64)
+    G query heads per memory head   K key width
+
+The sums before each chunk are one short sequential pass per program (a product per chunk); what a chunk reads then
+depends on nothing else, so all chunks' outputs run at once. Backward takes the same sums again and those of q^T d_out
+from the last chunk to the first. Travels with every pushed checkpoint.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .kernels_parts_tnt import dot, jit, load, operand, rows_of_tile, store, tl, triton, unavailable
+
+
+COLUMNS = 32  # of M in one program of the sequential pass
+
+
+@jit
+def running_sums(
+    a, b, M, before, after, starts, lengths, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
+    REVERSE: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """before[chunk] `[K, K]` = M + the sum of a^T b over a program's earlier (REVERSE: later) chunks, after = M + the
+    sum over all of them. a, b `[N, C G, K]`; one program per (program, BN columns)."""
+    p, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
+    row, x = tl.arange(0, BC), tl.arange(0, K)
+    everywhere = x < K
+    total = load(M, p * K + x, everywhere, columns, K)
+    length = tl.load(lengths + p)
+    for j in range(length):
+        chunk = tl.load(starts + (length - 1 - j if REVERSE else j)) + p
+        store(before, chunk * K + x, everywhere, columns, total, K)
+        for g in range(G):
+            rows = (chunk * C + row) * G + g
+            total += dot(tl.trans(load(a, rows, row < C, x, K)), load(b, rows, row < C, columns, K), DT)
+    store(after, p * K + x, everywhere, columns, total, K)
+
+
+@jit
+def project(q, u, M, out, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, DT: tl.constexpr):
+    """out = (causal part of q u^T) u + q M with the chunk's M; one program per chunk."""
+    chunk = tl.program_id(0).to(tl.int64)
+    row, x = tl.arange(0, BC), tl.arange(0, K)
+    causal = row[:, None] >= row[None, :]
+    U = load(u, chunk * C + row, row < C, x, K)
+    W = load(M, chunk * K + x, x < K, x, K).to(DT)
+    for g in range(G):
+        rows = (chunk * C + row) * G + g
+        Q = load(q, rows, row < C, x, K)
+        pairs = tl.where(causal, dot(Q, tl.trans(U), DT), 0.0)
+        store(out, rows, row < C, x, dot(pairs, U, DT) + dot(Q, W, DT), K)
+
+
+@jit
+def project_reverse(
+    q, u, M, d_M, d_out, d_q, d_u, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, DT: tl.constexpr
+):
+    """The gradients of `project` and of the chunk's own update of M, d_M `[N, K, K]` being that of M behind it."""
+    chunk = tl.program_id(0).to(tl.int64)
+    row, x = tl.arange(0, BC), tl.arange(0, K)
+    causal = row[:, None] >= row[None, :]
+    U = load(u, chunk * C + row, row < C, x, K)
+    W = tl.load(M + chunk * K * K + x[None, :] * K + x[:, None]).to(DT)  # transposed
+    behind = load(d_M, chunk * K + x, x < K, x, K) + tl.load(d_M + chunk * K * K + x[None, :] * K + x[:, None])
+    dU = dot(U, behind, DT)
+    for g in range(G):
+        rows = (chunk * C + row) * G + g
+        Q, d = load(q, rows, row < C, x, K), load(d_out, rows, row < C, x, K)
+        d_pairs = tl.where(causal, dot(d, tl.trans(U), DT), 0.0).to(DT)
+        store(d_q, rows, row < C, x, dot(d_pairs, U, DT) + dot(d, W, DT), K)
+        pairs = tl.where(causal, dot(Q, tl.trans(U), DT), 0.0).to(DT)
+        dU += dot(tl.trans(d_pairs), Q, DT) + dot(tl.trans(pairs), d, DT)
+    store(d_u, chunk * C + row, row < C, x, dU, K)
+
+
+@lru_cache(maxsize=64)
+def chunks_of(counts: tuple[int, ...], starts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """`starts` [steps] and the number of chunks of each program [P], int32 on `device`: kept, because a copy from the
+    host waits for all work that is under way."""
+    ends = [*counts[1:], 0]
+    lengths = [j + 1 for j, (n, rest) in reversed(list(enumerate(zip(counts, ends)))) for _ in range(n - rest)]
+    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
+
+
+def unsupported(q: Tensor) -> str | None:
+    """Why these kernels cannot project q `[..., K]`, or `None`."""
+    return unavailable(q.device, q.dtype, {"the key width": q.shape[-1]})
+
+
+class TritonProjection(torch.autograd.Function):
+    """`projection_tnt._RunningProjection` on the GPU: q `[N, C G, K]`, unit keys u `[N, C, K]` (float32 or bfloat16),
+    M `[P, K, K]` float32. Returns q_t M_t `[N, C G, K]` in q's dtype and the rows' last M."""
+
+    @staticmethod
+    def forward(ctx, counts, starts, groups, q, u, M):
+        q, u, M = q.contiguous(), u.contiguous(), M.contiguous()
+        ctx.grid = counts, starts, groups
+        before, after = _sums(ctx.grid, u, u, M, 1, False)
+        out = torch.empty_like(q)
+        project[(len(q),)](q, u, before, out, u.shape[1], groups, **_sides(q, u), num_warps=4)
+        ctx.save_for_backward(q, u, M)
+        return out, after
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out, d_M):
+        q, u, M = ctx.saved_tensors
+        d_out, d_q, d_u = d_out.to(q.dtype).contiguous(), torch.empty_like(q), torch.empty_like(u)
+        before, _ = _sums(ctx.grid, u, u, M, 1, False)
+        behind, d_M = _sums(ctx.grid, q, d_out, d_M.contiguous(), ctx.grid[2], True)
+        sides = _sides(q, u)
+        project_reverse[(len(q),)](
+            q, u, before, behind, d_out, d_q, d_u, u.shape[1], ctx.grid[2], **sides, num_warps=8
+        )
+        return None, None, None, d_q, d_u, d_M
+
+
+def _sides(q: Tensor, u: Tensor) -> dict:
+    return {"K": q.shape[2], "BC": rows_of_tile(u.shape[1]), "DT": operand(q.dtype)}
+
+
+def _sums(grid, a: Tensor, b: Tensor, M: Tensor, groups: int, reverse: bool) -> tuple[Tensor, Tensor]:
+    """The states before (behind, in reverse) each chunk `[N, K, K]` and the last ones `[P, K, K]`."""
+    counts, starts, _ = grid
+    K, C = a.shape[2], a.shape[1] // groups
+    # chunks that no program of a dense grid uses are zero rows, and must not meet what memory held before
+    before = (M.new_empty if sum(counts) == len(a) else M.new_zeros)(len(a), K, K)
+    after = torch.empty_like(M)
+    tables = chunks_of(tuple(counts), tuple(starts), M.device)
+    columns = min(K, COLUMNS)
+    running_sums[(len(M), triton.cdiv(K, columns))](
+        a, b, M, before, after, *tables, C, groups, K, rows_of_tile(C), columns, reverse, operand(a.dtype), num_warps=4
+    )
+    return before, after
