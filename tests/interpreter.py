@@ -1,0 +1,48 @@
+"""The kernels' cases run in a process of their own: Triton's interpreter, which executes kernels on the CPU, has to be
+chosen before Triton is imported. In such a file the functions called `case_...` are the tests of that process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+
+# Float32 rounds at 6e-8, and what is compared are sums of up to a few hundred products of rounded numbers, several
+# products deep. Torch's own float32 arithmetic is as far from float64 (1e-7 to 8e-7 in these cases).
+TOLERANCE = 1e-6
+
+
+def run_cases(path: str, marks: str) -> None:
+    """All `case_*` of a file with these marks, in the interpreter."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-o", "python_functions=case_*", path]
+    command += ["-p", "no:xdist", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env={**environment, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+
+
+def in_precision(x, dtype: torch.dtype):
+    """Floating-point tensors of nested lists, tuples and dicts in another precision."""
+    if isinstance(x, Tensor):
+        return x.to(dtype) if x.is_floating_point() else x
+    if isinstance(x, list | tuple):
+        return type(x)(in_precision(y, dtype) for y in x)
+    return {name: in_precision(y, dtype) for name, y in x.items()} if isinstance(x, dict) else x
+
+
+def assert_close(got, want, what: str = "") -> None:
+    """Every tensor within `TOLERANCE` of the float64 one, relative to its norm."""
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        assert x.shape == y.shape and x.dtype == torch.float32 and y.dtype == torch.float64, (what, i, x.shape)
+        error = (x - y).norm().item()
+        assert error <= TOLERANCE * y.norm().item(), f"{what} tensor {i}: {error:.1e} of {y.norm().item():.1e}"
+
+
+def randoms(like, seed: int = 7) -> list[Tensor]:
+    """One random tensor for each, the same in every precision: what gradients are taken of."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(x.shape, generator=g).to(x.dtype) for x in like]

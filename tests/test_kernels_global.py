@@ -1,0 +1,140 @@
+"""The Triton kernels of a memory that reads at its chunk's start against the recurrence, token by token."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from interpreter import assert_close, in_precision, randoms, run_cases
+from test_memory import everything, leaves, make_inputs, run
+
+import tnt_hf.kernels_global_tnt as kernels
+from tnt_hf import memory_tnt
+from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
+
+
+def test_in_the_interpreter():
+    run_cases(__file__, "not slow")
+
+
+@pytest.mark.slow
+def test_in_the_interpreter_with_all_combinations():
+    run_cases(__file__, "slow")
+
+
+def test_why_not():
+    q = torch.randn(1, 4, 16)
+    weights = [torch.randn(1, 16, 32), torch.randn(1, 32, 16)]
+    assert "layers" in kernels.unsupported(q, q, weights * 2)
+    wide = torch.randn(1, 4, 128)
+    assert "bytes" in kernels.unsupported(wide, wide, [torch.randn(1, 128, 128)] * 2)
+    reason = kernels.unsupported(q, q, weights)
+    assert reason is None if torch.cuda.is_available() else "CUDA" in reason or "not installed" in reason
+
+
+@pytest.mark.parametrize("chunks, rows", [(1, 16), (1, 2048), (4, 2048), (96, 2048), (1000, 2048), (7, 1000)])
+def test_splits_cover_a_chunk_once(chunks, rows):
+    shape = kernels.spread(rows, chunks, 64)
+    assert shape.splits * shape.tiles * shape.rows >= rows > (shape.splits - 1) * shape.tiles * shape.rows
+    assert chunks * shape.splits <= max(kernels.PROGRAMS, chunks)
+
+
+def compare(monkeypatch, programs=kernels.PROGRAMS, rows=16, bound=None, split=None, options=None, **inputs):
+    """Outputs, final state, surprise and all gradients of the kernels in float32 and of the recurrence in float64."""
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
+    monkeypatch.setattr(kernels, "rows_of_tile", lambda n, most: rows)
+    scan = kernels.TritonGlobal
+    if bound is not None:
+        scan = SimpleNamespace(apply=lambda plan, *x: kernels.TritonGlobal.apply(_bounded(plan, bound), *x))
+    monkeypatch.setattr(memory_tnt, "ChunkScan", scan)
+    single = make_inputs(**{"T": 40, "H": 2, "K": 16, "V": 16, "hidden": 32, "dtype": torch.float32, **inputs})
+    options = {"chunk_size": 32, "read": "chunk_start", **(options or {})}
+    results = []
+    for op, dtype in ((memory_chunkwise, torch.float32), (memory_naive, torch.float64)):
+        tensors, weights, rest = in_precision(single, dtype)
+        x = [y.requires_grad_() for y in leaves(tensors, weights, rest)]
+        limit = {} if op is memory_chunkwise else {"grad_bound": bound}
+        o, state, surprise = run(op, tensors, weights, rest, split=split, **limit, **options)
+        outputs = [o, *everything(state)]
+        loss = sum((y * r).sum() for y, r in zip(outputs, randoms(outputs)))
+        results.append([*outputs, surprise, *torch.autograd.grad(loss, x)])
+    assert_close(*results)
+
+
+def _bounded(plan, bound):
+    return SimpleNamespace(**{**plan._asdict(), "bound": bound})
+
+
+GATES = [{}, {"momentum": True}, {"decay": True}, {"momentum": True, "decay": True}]
+
+
+@pytest.mark.parametrize("gates", GATES, ids=str)
+def case_momentum_and_forgetting(monkeypatch, gates):
+    compare(monkeypatch, **gates)
+
+
+def case_one_program_runs_through_all_tiles_of_a_chunk(monkeypatch):
+    compare(monkeypatch, programs=1)
+
+
+def case_one_layer_and_query_groups(monkeypatch):
+    compare(monkeypatch, depth=1, G=2, momentum=True, decay=True, options={"residual": True, "decay_target": "zero"})
+
+
+def case_gelu_and_residual(monkeypatch):
+    compare(monkeypatch, H=1, hidden=16, options={"residual": True, "activation": "gelu"})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def case_layernorm(monkeypatch, depth):
+    compare(monkeypatch, H=1, programs=1, depth=depth, layernorm=True, options={"residual": True})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def case_gradient_bound(monkeypatch, depth):
+    compare(monkeypatch, H=1, depth=depth, bound=0.7, momentum=True)
+
+
+def case_a_state_is_carried_into_an_unfinished_chunk(monkeypatch):
+    compare(monkeypatch, H=1, B=2, split=[9, 37, 4], T=50, momentum=True, decay=True)
+
+
+def case_padding_packing_and_resets(monkeypatch):
+    rows = {"mask": torch.rand(2, 50) > 0.3, "segment_ids": (torch.arange(50) // 23).expand(2, -1)}
+    compare(monkeypatch, H=1, B=2, T=50, momentum=True, options={"chunk_size": 8, "reset_interval": 16, **rows})
+
+
+def case_chunks_that_fill_no_tile(monkeypatch):
+    compare(monkeypatch, H=1, T=20, options={"chunk_size": 6, "reset_interval": 12})
+
+
+def case_without_a_final_state_and_twice_backward(monkeypatch):
+    """The last chunk's writes are read by nobody: their gradient is 0; and backward leaves what it needs as it was."""
+    monkeypatch.setattr(memory_tnt, "ChunkScan", kernels.TritonGlobal)
+    single = make_inputs(T=40, K=16, V=16, hidden=16, dtype=torch.float32, momentum=True, decay=True)
+    results = []
+    for op, dtype in ((memory_chunkwise, torch.float32), (memory_naive, torch.float64)):
+        tensors, weights, rest = in_precision(single, dtype)
+        x = [y.requires_grad_() for y in leaves(tensors, weights, rest)]
+        o, _ = op(*tensors, weights, chunk_size=16, reset_interval=32, read="chunk_start", **rest)
+        (r,) = randoms([o])
+        torch.autograd.grad((o * r).sum(), x, retain_graph=True)
+        results.append([o, *torch.autograd.grad((o * r).sum(), x)])
+    assert_close(*results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("layernorm", [False, True])
+@pytest.mark.parametrize("bound", [None, 0.7])
+@pytest.mark.parametrize("gates", GATES, ids=str)
+@pytest.mark.parametrize("depth", [1, 2])
+def case_all_combinations(monkeypatch, depth, gates, bound, layernorm, activation):
+    options = {"activation": activation, "residual": depth == 2, "decay_target": "zero" if bound else "init"}
+    inputs = {"B": 2, "H": 1, "G": depth, "T": 50, "depth": depth, "layernorm": layernorm, **gates}
+    compare(monkeypatch, bound=bound, split=[21, 29], options=options, **inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", [64, 128])
+def case_the_real_width(monkeypatch, hidden):
+    compare(monkeypatch, H=1, T=128, K=64, V=64, hidden=hidden, rows=32, momentum=True, options={"chunk_size": 64})
