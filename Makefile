@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 BENCH_OUT ?= bench_out
+# The suite conversion needs 48 GB of room and comes by hand: tnt bench conversion --folder DIR.
+BENCH_SUITES ?= memory train decode liza
+BENCH_FLAGS ?=
 
 # torch is installed first and pinned: left to the resolver, a newer release with gigabytes of CUDA packages comes along.
 # TORCH_INSTALL takes any pip arguments, for example a local wheel or the index of another build of the same release.
@@ -29,7 +32,8 @@ help:
 	@echo "make test      format and lint checks and the default test suite"
 	@echo "make test-all  the same plus the tests marked slow"
 	@echo "make demo      train a Llama on real text, convert, verify, distil, refine and evaluate it; plots"
-	@echo "make bench     measure speed and memory; JSON files go to $(BENCH_OUT)"
+	@echo "make bench     all benchmark suites, most of an hour; results go to $(BENCH_OUT)"
+	@echo "               BENCH_FLAGS=--quick takes minutes; see also: tnt bench --list"
 	@echo "make lint      ruff check and ruff format --check"
 	@echo "make format    apply ruff's fixes and formatting"
 	@echo "make install   only build the environment in $(VENV)"
@@ -75,9 +79,8 @@ demo: $(STAMP)
 	$(PY) -m tnt_hf.cli demo
 
 bench: $(STAMP)
-	@mkdir -p $(BENCH_OUT)
-	$(PY) -m tnt_hf.recipes.benchmarks.memory_op --out $(BENCH_OUT)/memory_op.json
-	$(PY) -m tnt_hf.recipes.benchmarks.decode_flat --out $(BENCH_OUT)/decode_flat.json
+	@for suite in $(BENCH_SUITES); do \
+	  $(PY) -m tnt_hf.cli bench $$suite --out $(BENCH_OUT) $(BENCH_FLAGS) || exit; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .cache build dist *.egg-info

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tnt_hf import TNTConfig, TNTForCausalLM
-from tnt_hf.cli import DELEGATED, LATER, load_config, main
+from tnt_hf.cli import DELEGATED, load_config, main
 from tnt_hf.presets import PRESETS
 
 
@@ -153,13 +153,6 @@ def test_info_names_the_mistake(arguments, message, tmp_path, capsys):
     assert message in printed.err and not printed.out
 
 
-@pytest.mark.parametrize("command", LATER)
-def test_later_commands_refuse(command, capsys):
-    for arguments in ([command], [command, "--config", "stage1.yaml", "x"]):
-        assert main(arguments) == 2
-        assert capsys.readouterr().err == f"tnt {command}: not available in this version\n"
-
-
 def test_help_is_immediate_and_loads_no_torch():
     command = [sys.executable, "-m", "tnt_hf.cli", "--help"]
     environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1", "COLUMNS": "200"}
@@ -169,7 +162,7 @@ def test_help_is_immediate_and_loads_no_torch():
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         seconds.append(time.perf_counter() - start)
     assert done.returncode == 0
-    for name in ("info", "generate", *DELEGATED, *LATER):
+    for name in ("info", "generate", *DELEGATED):
         assert re.search(rf"^ +{name} ", done.stdout, flags=re.MULTILINE), name
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "tnt_hf" in imported

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tnt_hf.cli import LATER, main
+from tnt_hf.cli import main
 from tnt_hf.recipes.recipe_file import read_recipe
 
 
@@ -112,7 +112,3 @@ def test_fields_of_the_symbol_table_exist():
     fields = re.findall(r"`(\w+)`", table)
     assert len(fields) > 15
     assert not [field for field in fields if not hasattr(TNTConfig(), field)]
-
-
-def test_commands_of_a_later_version_are_not_advertised():
-    assert not [command for command in commands() if command.split()[:1] == ["tnt"] and command.split()[1] in LATER]

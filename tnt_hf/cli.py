@@ -13,8 +13,6 @@ from importlib import import_module
 from pathlib import Path
 
 
-# Commands whose engine comes with a later version: listed, and refused with a clear message.
-LATER = {"bench": "measure speed and memory"}
 # Commands that bring their own options, read only when the command is given.
 DELEGATED = {
     "convert": "turn a Llama/Qwen/Mistral-style checkpoint into a TNT checkpoint",
@@ -23,14 +21,15 @@ DELEGATED = {
     "eval": "evaluate a checkpoint: perplexity, recall, cost, ablations",
     "push": "upload a checkpoint with its model card",
     "demo": "from a Llama trained on real text to a hybrid: convert, verify, distil, stage 2, evaluate",
+    "bench": "named benchmarks: memory, train, decode, liza, conversion; results as JSON and pictures",
 }
 # Those of them that are a module with a `main` of their own.
-MAINS = {"train": "train", "eval": "evaluate", "push": "push", "demo": "demo"}
+MAINS = {"train": "train", "eval": "evaluate", "push": "push", "demo": "demo", "bench": "benchmarks.bench"}
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; those in `LATER` are only listed."""
+    """The parser of all commands."""
     from tnt_hf.presets import PRESETS
 
     parser = argparse.ArgumentParser(prog="tnt", description="TNT test-time memory for Hugging Face Transformers.")
@@ -60,17 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     for name, text in DELEGATED.items():
         commands.add_parser(name, add_help=False, help=text).set_defaults(run=run_delegated)
-    for name, text in LATER.items():
-        commands.add_parser(name, help=f"{text} (not available in this version)")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, or 2 for a mistake in the input."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] in LATER:
-        print(f"tnt {arguments[0]}: not available in this version", file=sys.stderr)
-        return 2
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command not in DELEGATED:

@@ -18,18 +18,29 @@ def environment(seed: int, **more) -> dict:
     return {"command": command_line(), "date": time.strftime("%Y-%m-%d", time.gmtime()), **found, "seed": seed, **more}
 
 
-def take_turns(contestants: dict[str, Callable[[], object]], rounds: int, warmup: int = 1) -> dict[str, dict]:
-    """Seconds of each call, per contestant: `{"wall": [rounds], "cpu": [rounds]}`. Who goes first rotates."""
+def take_turns(
+    contestants: dict[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 1,
+    tell: Callable[[str], object] = lambda text: None,
+    wait: Callable[[], object] = lambda: None,
+) -> dict[str, dict]:
+    """Seconds of each call, per contestant: `{"wall": [rounds], "cpu": [rounds]}`. Who goes first rotates. `tell`
+    shows whose turn it is; `wait` returns when what a GPU was given is done."""
     names = list(contestants)
     seconds = {name: {"wall": [], "cpu": []} for name in names}
     for _ in range(warmup):
         for name in names:
+            tell(f"{name}, warming up")
             contestants[name]()
     for turn in range(rounds):
         for i in range(len(names)):
             name = names[(turn + i) % len(names)]
+            tell(f"{name}, round {turn + 1} of {rounds}")
+            wait()
             wall, cpu = time.perf_counter(), time.thread_time()
             contestants[name]()
+            wait()
             seconds[name]["cpu"].append(time.thread_time() - cpu)
             seconds[name]["wall"].append(time.perf_counter() - wall)
     return seconds
@@ -41,6 +52,26 @@ def spread(values: list[float], digits: int = 3) -> dict:
         "min": round(min(values), digits),
         "max": round(max(values), digits),
     }
+
+
+def waiting(device: str) -> Callable[[], object]:
+    """What `take_turns` waits with on that device."""
+    import torch
+
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def times_faster(seconds: dict[str, dict], ours: str, other: str, clock: str) -> dict:
+    """How many times faster `ours` was than `other`: round by round, then summarised."""
+    return spread([b / a for a, b in zip(seconds[ours][clock], seconds[other][clock])])
+
+
+def columns(rows: list[tuple]) -> list[str]:
+    """Lines of a table, the first row its head: text to the left, numbers to the right."""
+    cells = [["" if x is None else f"{x:,}" if isinstance(x, int) else str(x) for x in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    aligned = [[x.ljust(n) if i == 0 else x.rjust(n) for i, (x, n) in enumerate(zip(row, widths))] for row in cells]
+    return ["  ".join(row).rstrip() for row in aligned]
 
 
 def summarise(seconds: dict[str, dict], ours: str, tokens: int) -> dict:

@@ -1,4 +1,4 @@
-"""The picture of a memory_op.json: how many times faster tnt-hf is, per contestant and chunk size.
+"""The picture of a result, from its JSON alone: `tnt bench plot FILE.json`, or
 
 python -m tnt_hf.recipes.benchmarks.plot results/memory_op.json results/memory_op.png
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def bars(report: dict, clock: str) -> dict[str, dict[int, dict]]:
-    """{contestant: {chunk size: spread of the ratio}} of everything that was measured."""
+    """{contestant: {chunk size: spread of the ratio}} of everything that was measured in a memory_op.json."""
     found = {}
     for rival in ("ttt-lm", "titans-pytorch"):
         for chunk_size, entry in report[rival].items():
@@ -19,40 +19,168 @@ def bars(report: dict, clock: str) -> dict[str, dict[int, dict]]:
     return found
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("picture", type=Path)
-    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
-    args = parser.parse_args(argv)
+def hardware(report: dict) -> str:
+    """For a title."""
+    environment = report["environment"]
+    if report.get("settings", {}).get("device") == "cuda":
+        return environment["gpus"][0]
+    return f"{environment['threads']} thread, {environment['cpu']}"
+
+
+def grouped(axis, series: dict[str, dict[str, dict]], groups: list[str]) -> None:
+    """Bars of medians with their range, one colour per series."""
+    width = 0.8 / max(1, len(series))
+    for i, (name, entry) in enumerate(series.items()):
+        place = [groups.index(group) + (i - (len(series) - 1) / 2) * width for group in entry]
+        middle = [x["median"] for x in entry.values()]
+        error = [[x["median"] - x["min"] for x in entry.values()], [x["max"] - x["median"] for x in entry.values()]]
+        axis.bar(place, middle, width, label=name, yerr=error, capsize=2)
+    axis.set_xticks(range(len(groups)), groups)
+    axis.legend(fontsize=7)
+
+
+def lines(axis, series: dict[str, dict[str, dict]], **style) -> None:
+    """Lines of medians over a length in tokens, both axes logarithmic."""
+    for name, entry in series.items():
+        lengths = sorted(map(int, entry))
+        middle, low, high = ([entry[str(n)][key] for n in lengths] for key in ("median", "min", "max"))
+        (line,) = axis.plot(lengths, middle, marker="o", markersize=3, label=name, **style)
+        axis.fill_between(lengths, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlabel("tokens")
+    axis.grid(alpha=0.3)
+
+
+# ---------------------------------------------------------------------------------------------- one function per suite
+
+
+def memory_op(report: dict, plt, clock: str = "cpu"):
+    """Ratios of a memory_op.json, with the targets as lines."""
+    found = {name: {f"C = {size}": x for size, x in by.items()} for name, by in bars(report, clock).items()}
+    return _ratios(found, report["targets"], report, plt, clock)
+
+
+def memory(report: dict, plt):
+    """Ratios of the suite `memory`."""
+    faster = report["summary"]["times_faster"]
+    found = {n: {f"C = {c}": x for c, x in by.items() if isinstance(x, dict)} for n, by in faster.items()}
+    targets = {name: x for name, x in report["summary"]["targets"].items() if isinstance(x, dict)}
+    return _ratios({name: entry for name, entry in found.items() if entry}, targets, report, plt, report["clock"])
+
+
+def _ratios(found, targets, report, plt, clock):
+    figure, axis = plt.subplots(figsize=(9, 4.5))
+    groups = sorted({group for entry in found.values() for group in entry}, key=lambda name: int(name.split()[-1]))
+    grouped(axis, found, groups)
+    for style, (_, by_size) in zip(("--", ":"), targets.items()):
+        for size, target in by_size.items():
+            if f"C = {size}" in groups:
+                x = groups.index(f"C = {size}")
+                axis.hlines(target, x - 0.45, x + 0.45, colors="black", linestyles=style, linewidth=1)
+    axis.set_yscale("log")
+    axis.set_ylabel(f"times faster, {clock} time")
+    axis.set_title(f"forward + backward, {hardware(report)}; lines: targets", fontsize=9)
+    return figure
+
+
+def train(report: dict, plt):
+    """Time per token over the length of a row."""
+    figure, axis = plt.subplots(figsize=(9, 5.5))
+    lines(axis, report["summary"]["microseconds_per_token"])
+    axis.set_xlabel("tokens of a row")
+    axis.set_ylabel(f"microseconds of {report['clock']} time per token")
+    settings = report["settings"]
+    axis.set_title(f"training step, {settings['shape']} shape, {settings['dtype']}, {hardware(report)}", fontsize=9)
+    axis.legend(fontsize=7, ncols=2)
+    return figure
+
+
+def decode(report: dict, plt):
+    """Tokens per second of decoding and prefill, and cache bytes, over the context."""
+    found = report["summary"]
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.5))
+    for batch_size, by_name in found["decode_tokens_per_second"].items():
+        style = {"linestyle": "-" if batch_size == "1" else "--"}
+        lines(axes[0], {f"{name}, batch {batch_size}": x for name, x in by_name.items()}, **style)
+    lines(axes[1], found["prefill_tokens_per_second"])
+    for name, sizes in found["cache_bytes"].items():
+        axes[2].plot([int(n) for n in sizes], list(sizes.values()), marker="o", markersize=3, label=name)
+    axes[2].set(xscale="log", yscale="log", xlabel="tokens")
+    for axis, title in zip(axes, ("decode, tokens/s", "prefill, tokens/s", "bytes of cache per row")):
+        axis.set_title(title, fontsize=9)
+        axis.legend(fontsize=7)
+    figure.suptitle(f"{report['settings']['shape']} shape, {hardware(report)}", fontsize=9)
+    return figure
+
+
+def liza(report: dict, plt):
+    """Tokens per second of the operators over the length."""
+    figure, axis = plt.subplots(figsize=(9, 5))
+    lines(axis, report["summary"]["tokens_per_second"])
+    axis.set_ylabel(f"tokens per second of {report['clock']} time")
+    axis.set_title(f"forward + backward, {hardware(report)}", fontsize=9)
+    axis.legend(fontsize=7, ncols=2)
+    return figure
+
+
+def conversion(report: dict, plt):
+    """Seconds of every stage."""
+    (row,) = report["rows"].values()
+    stages = {name: x for name, x in row["summary"].items() if isinstance(x, dict) and "seconds" in x}
+    figure, axis = plt.subplots(figsize=(6, 4))
+    grouped(axis, {"seconds": {name: x["seconds"] for name, x in stages.items()}}, list(stages))
+    axis.set_ylabel("seconds")
+    axis.set_title(f"conversion of {row['tensor_bytes'] / 1e9:.1f} GB, {report['environment']['cpu']}", fontsize=9)
+    return figure
+
+
+SUITES = {function.__name__: function for function in (memory, train, decode, liza, conversion)}
+
+
+def draw_file(result: Path, picture: Path | None = None, **options) -> Path:
+    """
+    Draws what a result holds.
+
+    Args:
+        picture: by default the result's name with `.png`.
+
+    Returns:
+        The picture's path.
+
+    Raises:
+        ValueError: the file is no finished result of a suite, nor a memory_op.json.
+    """
+    report = json.loads(result.read_text())
+    name = report.get("suite")
+    if name is None and {"ttt-lm", "titans-pytorch"} <= report.keys():
+        draw = memory_op
+    elif name not in SUITES:
+        raise ValueError(f"{result} has suite={name!r}: must be one of {', '.join(SUITES)}")
+    elif not report["complete"]:
+        raise ValueError(f"{result} is unfinished: start the suite {name} again with the same settings")
+    else:
+        draw = SUITES[name]
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    report = json.loads(args.results.read_text())
-    found = bars(report, args.clock)
-    figure, axis = plt.subplots(figsize=(9, 4.5))
-    sizes = sorted({size for entry in found.values() for size in entry})
-    width = 0.8 / max(1, len(found))
-    for i, (name, entry) in enumerate(found.items()):
-        place = [sizes.index(size) + (i - (len(found) - 1) / 2) * width for size in entry]
-        middle = [x["median"] for x in entry.values()]
-        error = [[x["median"] - x["min"] for x in entry.values()], [x["max"] - x["median"] for x in entry.values()]]
-        axis.bar(place, middle, width, label=name, yerr=error, capsize=2)
-    for rival, style in (("ttt-lm", "--"), ("titans-pytorch", ":")):
-        for size, target in report["targets"].get(rival, {}).items():
-            if int(size) in sizes:
-                x = sizes.index(int(size))
-                axis.hlines(target, x - 0.45, x + 0.45, colors="black", linestyles=style, linewidth=1)
-    axis.set_yscale("log")
-    axis.set_xticks(range(len(sizes)), [f"C = {size}" for size in sizes])
-    axis.set_ylabel(f"times faster, {args.clock} time")
-    hardware = report["environment"]
-    axis.set_title(f"forward + backward, {hardware['threads']} thread, {hardware['cpu']}; lines: targets", fontsize=9)
-    axis.legend(fontsize=8)
+    figure = draw(report, plt, **options)
     figure.tight_layout()
-    figure.savefig(args.picture, dpi=120)
+    picture = picture or result.with_suffix(".png")
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+    return picture
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--clock", choices=("cpu", "wall"), help="of a memory_op.json")
+    args = parser.parse_args(argv)
+    draw_file(args.results, args.picture, **({"clock": args.clock} if args.clock else {}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""The models of suite `train`: TNT, Titans and Transformers of one shape, equal in parameters, and their check.
+
+The shape is that of the recipes `tnt_150m`, `titans_150m` and `transformer_150m`. For a CPU it is shrunk to one layer
+of a third of the width, with heads of 64 channels, chunks, window and reset interval as they are, and a vocabulary
+that leaves the head its share of the work.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tnt_hf import TNTConfig, TNTForCausalLM
+from tnt_hf.presets import PRESETS
+from tnt_hf.recipes import blocked_attention
+from tnt_hf.recipes.benchmarks.gate import require_agreement
+
+
+GEOMETRY = {"sliding_window": 512, "global_chunk_size": 2048, "local_reset_interval": 4096}
+SHAPES: dict[str, dict[str, Any]] = {
+    "150m": GEOMETRY
+    | {"vocab_size": 32128, "hidden_size": 768, "intermediate_size": 1792, "num_hidden_layers": 12}
+    | {"num_attention_heads": 12},
+    "shrunk": GEOMETRY
+    | {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 600, "num_hidden_layers": 1}
+    | {"num_attention_heads": 4},
+    "tiny": {"sliding_window": 16, "global_chunk_size": 128, "local_reset_interval": 128}
+    | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    | {"num_attention_heads": 2},
+}
+TRANSFORMER, WINDOW = "Transformer (SDPA)", "sliding window only"
+PLAIN_TITANS = "Titans C=8, no momentum or forgetting"
+CONTESTANTS: dict[str, dict[str, Any]] = {
+    **{f"TNT {{{size}}}": {"local_chunk_sizes": [size]} for size in (8, 16, 64, 128)},
+    "TNT {4,8,16,32}": {"local_chunk_sizes": [4, 8, 16, 32]},
+    **{f"Titans C={size}": PRESETS["titans"] | {"global_chunk_size": size} for size in (8, 16, 32, 64, 128)},
+    PLAIN_TITANS: PRESETS["titans"] | {"global_chunk_size": 8, "memory_momentum": False, "memory_decay": False},
+    TRANSFORMER: PRESETS["transformer"],
+    WINDOW: PRESETS["sliding-window-only"],
+}
+# What the check replaces: a few tokens then pass resets, a window and chunks that stay unfinished.
+CHECKED = SHAPES["tiny"] | {"global_chunk_size": 64}
+CHECKED_TOKENS = 150
+# On a CPU in float64: sums in another order, and no more. On a GPU in float32, whose matrix products may round.
+TOLERANCES = {"cpu": 1e-8, "cuda": 1e-3}
+
+
+def config_of(name: str, shape: dict[str, Any], intermediate_size: int | None = None) -> TNTConfig:
+    """The configuration of a contestant. The gradient bound is the recipes'."""
+    fields = {"memory_grad_bound": 1.0, "max_position_embeddings": 32768} | shape | CONTESTANTS[name]
+    return TNTConfig(**fields | {"intermediate_size": intermediate_size or shape["intermediate_size"]})
+
+
+def parameters_of(config: TNTConfig) -> int:
+    """Parameters of a model, without making it."""
+    with torch.device("meta"):
+        return TNTForCausalLM(config).num_parameters()
+
+
+def equal_configs(names: list[str], shape: dict[str, Any]) -> dict[str, TNTConfig]:
+    """The MLPs widened until all have as many parameters as the largest of all contestants."""
+    counts = {name: parameters_of(config_of(name, shape)) for name in CONTESTANTS}
+    largest, per_channel = max(counts.values()), 3 * shape["hidden_size"] * shape["num_hidden_layers"]
+    widths = {name: shape["intermediate_size"] + round((largest - counts[name]) / per_channel) for name in names}
+    return {name: config_of(name, shape, width) for name, width in widths.items()}
+
+
+def attention_of(name: str, attention: str) -> str:
+    """The Transformer's is SDPA, which needs no mask there; the others' serves their windows."""
+    if attention == blocked_attention.NAME:
+        blocked_attention.register()
+    return "sdpa" if name == TRANSFORMER else attention
+
+
+def build(name: str, config: TNTConfig, attention: str, seed: int) -> TNTForCausalLM:
+    """A model in training mode, as it is timed."""
+    torch.manual_seed(seed)
+    return TNTForCausalLM._from_config(config, attn_implementation=attention_of(name, attention)).train()
+
+
+def loss_and_gradients(model: TNTForCausalLM, ids: Tensor) -> list[Tensor | None]:
+    """Of one row batch `[B, T]`: the loss and the gradient of every parameter."""
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
+
+
+def check(name: str, attention: str, device: str, seed: int) -> float:
+    """
+    Loss and all gradients of a small model of that kind against the same weights with the memory computed token by
+    token (`memory_implementation="naive"`) and attention as a plain softmax, in float64 on the CPU.
+
+    Returns:
+        The largest relative difference.
+
+    Raises:
+        SystemExit: it is too large.
+    """
+    model = build(name, config_of(name, CHECKED), attention, seed)
+    config = config_of(name, CHECKED)  # another one, as a model keeps its own and looks at it in every call
+    config.memory_implementation = "naive"
+    naive = TNTForCausalLM._from_config(config, attn_implementation="eager").train()
+    naive.load_state_dict(model.state_dict())
+    ids = torch.randint(config.vocab_size, (2, CHECKED_TOKENS), generator=torch.Generator().manual_seed(seed))
+    model = model.double() if device == "cpu" else model.to(device)
+    found = loss_and_gradients(model, ids.to(device))
+    return require_agreement(name, found, loss_and_gradients(naive.double(), ids), TOLERANCES[device])

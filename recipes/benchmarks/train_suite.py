@@ -1,0 +1,158 @@
+"""Suite `train`: one training step of models of equal size, at several row lengths (the paper's Table 1, Figure 4).
+
+A step is forward, backward and the AdamW update, of a fixed number of tokens: longer rows are fewer. Where a row is
+longer than that, the step is one row. All contestants take turns at every length, after a check of each of them.
+"""
+
+import contextlib
+import dataclasses
+import math
+
+import torch
+
+from tnt_hf.recipes.benchmarks.measure import columns, spread, take_turns, times_faster, waiting
+from tnt_hf.recipes.benchmarks.settings import TrainSettings
+from tnt_hf.recipes.benchmarks.train_models import (
+    CONTESTANTS,
+    SHAPES,
+    TRANSFORMER,
+    WINDOW,
+    build,
+    check,
+    equal_configs,
+)
+
+
+GATE = "check"
+# (contestant, against whom, tokens of a row, times as fast)
+TARGETS = (
+    ("TNT {64}", "Titans C=8", 8192, 4.0),
+    ("TNT {16}", TRANSFORMER, 8192, 1.3),
+    ("TNT {16}", TRANSFORMER, 32768, 3.0),
+)
+DEFAULTS = {
+    "cpu": {"shape": "shrunk", "tokens": 8192, "dtype": "float32", "attention": "blocked_causal"},
+    "cuda": {"shape": "150m", "tokens": 32768, "dtype": "bfloat16", "attention": "sdpa"},
+}
+
+
+def prepare(settings: TrainSettings) -> TrainSettings:
+    """The settings with what depends on the device. Raises `ValueError` for an unknown name."""
+    chosen = {name: getattr(settings, name) or x for name, x in DEFAULTS[settings.device].items()}
+    settings = dataclasses.replace(settings, **chosen, contestants=settings.contestants or tuple(CONTESTANTS))
+    for name, value, known in (
+        ("shape", settings.shape, SHAPES),
+        ("dtype", settings.dtype, ("float32", "bfloat16")),
+        *(("contestants", contestant, CONTESTANTS) for contestant in settings.contestants),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, known))}")
+    return settings
+
+
+def rows(settings: TrainSettings) -> list[str]:
+    """The check of everybody, then one row per length."""
+    return [GATE, *map(str, settings.contexts)]
+
+
+def measure(name: str, settings: TrainSettings, tell) -> dict:
+    """One row."""
+    if name != GATE:
+        return time_steps(int(name), settings, tell)
+    differences = {}
+    for contestant in settings.contestants:
+        tell(contestant)
+        differences[contestant] = check(contestant, settings.attention, settings.device, settings.seed)
+    return {"largest_relative_difference": differences}
+
+
+def time_steps(context: int, settings: TrainSettings, tell) -> dict:
+    """Seconds of every contestant's step at one row length."""
+    shape, batch_size = SHAPES[settings.shape], max(1, settings.tokens // context)
+    g = torch.Generator().manual_seed(settings.seed)
+    ids = torch.randint(shape["vocab_size"], (batch_size, context), generator=g).to(settings.device)
+    losses = {}
+
+    def step(contestant, model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+        def call():
+            with autocast(settings):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[contestant] = loss.detach()
+
+        return call
+
+    configs = equal_configs(list(settings.contestants), shape)
+    models = {n: build(n, c, settings.attention, settings.seed).to(settings.device) for n, c in configs.items()}
+    calls = {contestant: step(contestant, model) for contestant, model in models.items()}
+    seconds = take_turns(calls, settings.rounds, tell=tell, wait=waiting(settings.device))
+    final = {contestant: loss.item() for contestant, loss in losses.items()}
+    if wrong := [contestant for contestant, loss in final.items() if not math.isfinite(loss)]:
+        raise SystemExit(f"{', '.join(wrong)}: the loss is no number at {context} tokens")
+    return {
+        "tokens": ids.numel(),
+        "batch_size": batch_size,
+        "parameters": {contestant: model.num_parameters() for contestant, model in models.items()},
+        "seconds": seconds,
+        "last_loss": final,
+    }
+
+
+def autocast(settings: TrainSettings):
+    """Around a forward pass."""
+    if settings.dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(settings.device, torch.bfloat16)
+
+
+def summary(found: dict[str, dict], settings: TrainSettings) -> dict:
+    """Microseconds per token, how many times as fast as the Transformer and as Titans C=8, and the targets."""
+    clock = settings.clock
+    lengths = {name: entry for name, entry in found.items() if name != GATE}
+    times: dict[str, dict] = {contestant: {} for contestant in settings.contestants}
+    for length, entry in lengths.items():
+        for contestant, clocks in entry["seconds"].items():
+            times[contestant][length] = spread([1e6 * x / entry["tokens"] for x in clocks[clock]])
+    pairs = [(ours, other) for other in (TRANSFORMER, "Titans C=8") for ours in settings.contestants if ours != other]
+    faster = {
+        f"{ours} against {other}": {
+            length: times_faster(entry["seconds"], ours, other, clock) for length, entry in lengths.items()
+        }
+        for ours, other in pairs
+        if other in settings.contestants
+    }
+    targets = [
+        {"ours": ours, "other": other, "tokens": tokens, "wanted": wanted, "found": ratios[str(tokens)]}
+        for ours, other, tokens, wanted in TARGETS
+        if str(tokens) in (ratios := faster.get(f"{ours} against {other}", {}))
+    ]
+    for target in targets:
+        target["holds"] = target["found"]["median"] >= target["wanted"]
+    return {"microseconds_per_token": times, "times_faster": faster, "targets": targets}
+
+
+def table(result: dict) -> list[str]:
+    """Microseconds per token of all contestants at all lengths, and the targets."""
+    times, lengths = result["summary"]["microseconds_per_token"], list(map(str, result["settings"]["contexts"]))
+    lines = [
+        (name, *(f"{by_length[length]['median']:.1f}" for length in lengths)) for name, by_length in times.items()
+    ]
+    text = columns([("microseconds per token at", *(f"{int(length):,}" for length in lengths)), *lines])
+    if WINDOW in times:
+        over = [
+            (name, *(f"{by[length]['median'] - times[WINDOW][length]['median']:.1f}" for length in lengths))
+            for name, by in times.items()
+            if name != WINDOW
+        ]
+        text += ["", *columns([(f"over {WINDOW}", *(f"{int(length):,}" for length in lengths)), *over])]
+    for target in result["summary"]["targets"]:
+        spread_ = target["found"]
+        text.append(
+            f"{target['ours']} against {target['other']} at {target['tokens']:,} tokens: {spread_['median']:.2f}x"
+            f" ({spread_['min']:.2f} to {spread_['max']:.2f}), asked {target['wanted']:.1f}x"
+        )
+    return text

@@ -1,0 +1,255 @@
+"""`tnt bench`: every suite runs, stops at a wrong contestant, goes on where it was stopped, and draws its JSON."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tnt_hf.cli import main
+from tnt_hf.recipes import blocked_attention
+from tnt_hf.recipes.benchmarks import decode_suite, liza_suite, memory_suite, train_models, train_suite
+from tnt_hf.recipes.benchmarks.gate import require_agreement
+from tnt_hf.recipes.benchmarks.measure import take_turns
+from tnt_hf.recipes.benchmarks.plot import draw_file
+from tnt_hf.recipes.benchmarks.settings import SUITES
+
+
+RESULTS = Path(train_suite.__file__).parent / "results"
+# Seconds instead of minutes; everything else is as in the real suite.
+TINY = {
+    "memory": "--chunk-sizes 8 --tokens 24 --heads 1 --width 8 --rounds 1 --titans-rounds 1 --titans-expansions 1",
+    "train": "--shape tiny --contexts 128 256 --tokens 256 --rounds 2",
+    "decode": "--shape tiny --contexts 64 128 --batch-sizes 1 2 --steps 2 --rounds 1",
+    "liza": "--lengths 64 --heads 1 --width 8 --chunk-size 16 --rounds 1",
+    "conversion": "--shape tiny --stages cp --rounds 1",
+}
+FEW = ("TNT {8}", "Titans C=8", "Transformer (SDPA)")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A suite sets the threads of its process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def bench(suite: str, folder: Path, *more: str) -> int:
+    few = ["--contestants", *FEW] if suite == "train" else []
+    return main(["bench", suite, "--out", str(folder), *TINY[suite].split(), *few, *more])
+
+
+def result(suite: str, folder: Path) -> dict:
+    return json.loads((folder / f"{suite}.json").read_text())
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_suite_leaves_a_whole_result_a_table_and_a_picture(suite, tmp_path, capsys):
+    assert bench(suite, tmp_path) == 0
+    found = result(suite, tmp_path)
+    assert found["suite"] == suite and found["complete"] and found["rows"] and found["summary"]
+    assert {"cpu", "commit", "versions", "source_sha256", "command", "seed", "threads"} <= found["environment"].keys()
+    assert found["settings"]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) > 3 and f"{suite}.png" in printed
+    assert (tmp_path / f"{suite}.png").read_bytes().startswith(b"\x89PNG")
+
+
+DRAWN = [path for path in RESULTS.glob("*.json") if "suite" in json.loads(path.read_text())]
+
+
+@pytest.mark.parametrize("committed", sorted([*DRAWN, RESULTS / "memory_op.json"]), ids=lambda path: path.stem)
+def test_pictures_of_committed_results_come_from_the_json_alone(committed, tmp_path):
+    copy = tmp_path / "copy.json"
+    copy.write_text(committed.read_text())
+    draw = ["bench", "plot", str(copy), "--picture", str(tmp_path / "picture.png")]
+    assert main(draw) == 0
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ----------------------------------------------------------------------------------------------- rounds and their rows
+
+
+def test_contestants_take_turns_and_the_first_rotates():
+    calls = []
+    seconds = take_turns({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=3, warmup=1)
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
+    assert {len(x) for clocks in seconds.values() for x in clocks.values()} == {3}
+
+
+def test_an_interrupted_suite_keeps_its_rows_and_goes_on(tmp_path, monkeypatch):
+    measure = train_suite.measure
+
+    def interrupted(name, settings, tell):
+        if name == "256":
+            raise KeyboardInterrupt
+        return measure(name, settings, tell)
+
+    monkeypatch.setattr(train_suite, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench("train", tmp_path)
+    half = result("train", tmp_path)
+    assert list(half["rows"]) == ["check", "128"] and not half["complete"]
+    with pytest.raises(ValueError, match="unfinished"):
+        draw_file(tmp_path / "train.json")
+
+    monkeypatch.setattr(train_suite, "measure", measure)
+    assert bench("train", tmp_path) == 0
+    whole = result("train", tmp_path)
+    assert whole["complete"] and list(whole["rows"]) == ["check", "128", "256"]
+    assert all(whole["rows"][name] == row for name, row in half["rows"].items())
+
+
+def test_a_result_is_only_replaced_when_asked(tmp_path, capsys):
+    assert bench("liza", tmp_path) == 0
+    before = (tmp_path / "liza.json").read_bytes()
+    assert bench("liza", tmp_path) == 2
+    assert "liza.json exists" in capsys.readouterr().err
+    assert (tmp_path / "liza.json").read_bytes() == before
+    assert bench("liza", tmp_path, "--overwrite", "--seed", "1") == 0
+    assert result("liza", tmp_path)["settings"]["seed"] == 1
+
+
+def test_an_unfinished_result_of_other_settings_is_refused(tmp_path, capsys):
+    assert bench("liza", tmp_path) == 0
+    found = result("liza", tmp_path)
+    (tmp_path / "liza.json").write_text(json.dumps(found | {"complete": False}))
+    assert bench("liza", tmp_path, "--seed", "1") == 2
+    assert "of another settings" in capsys.readouterr().err
+
+
+def test_ratios_are_formed_inside_a_round(tmp_path):
+    assert bench("train", tmp_path) == 0
+    found = result("train", tmp_path)
+    seconds = found["rows"]["128"]["seconds"]
+    clock = found["clock"]
+    rounds = [b / a for a, b in zip(*(seconds[name][clock] for name in ("TNT {8}", "Titans C=8")))]
+    ratio = found["summary"]["times_faster"]["TNT {8} against Titans C=8"]["128"]
+    assert (ratio["min"], ratio["max"]) == (round(min(rounds), 3), round(max(rounds), 3))
+
+
+# ------------------------------------------------------------------------------------------------------ wrong answers
+
+
+def test_a_difference_beyond_the_tolerance_or_no_number_stops():
+    x = torch.tensor([1.0, 2.0])
+    assert require_agreement("x", [x, None], [x + 1e-6, None], 1e-5) < 1e-5
+    for wrong in (x + 1e-2, torch.full_like(x, torch.nan)):
+        with pytest.raises(SystemExit, match="x is wrong"):
+            require_agreement("x", [wrong], [x], 1e-5)
+    with pytest.raises(SystemExit):
+        require_agreement("x", [None], [x], 1e-5)
+
+
+def slightly_wrong(function):
+    """The same, and a thousandth more."""
+    return lambda *args, **kwargs: 1.001 * function(*args, **kwargs)
+
+
+def test_a_wrong_memory_op_is_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_suite, "vmap_grad", slightly_wrong(memory_suite.vmap_grad))
+    with pytest.raises(SystemExit, match=r"vmap\(grad\) against tnt-hf at C=8 is wrong"):
+        bench("memory", tmp_path)
+    assert not (tmp_path / "memory.json").exists()
+
+
+def test_a_wrong_linear_operator_is_not_timed(tmp_path, monkeypatch):
+    right = liza_suite.ours
+
+    def wrong(rule, chunk_size, tensors, implementation="chunk"):
+        factor = 1.002 if implementation == "chunk" and rule == "delta_product" else 1.0
+        return factor * right(rule, chunk_size, tensors, implementation)
+
+    monkeypatch.setattr(liza_suite, "ours", wrong)
+    with pytest.raises(SystemExit, match="delta_product T=64 is wrong"):
+        bench("liza", tmp_path)
+    assert list(result("liza", tmp_path)["rows"]) == ["delta_rule T=64", "gated_delta_rule T=64"]
+
+
+@pytest.mark.parametrize("contestant", ["TNT {8}", "Titans C=8", "sliding window only"])
+def test_a_wrong_model_is_not_trained(contestant, tmp_path, monkeypatch):
+    """Chunks twice as long, or a window one token too wide, give another function."""
+    right = train_models.build
+
+    def wrong(name, config, attention, seed):
+        model = right(name, config, attention, seed)
+        if name == contestant and name == "TNT {8}":
+            model.set_local_chunk_sizes([16])
+        elif name == contestant:
+            model.set_sliding_window(config.sliding_window + 1)
+        return model
+
+    monkeypatch.setattr(train_models, "build", wrong)
+    with pytest.raises(SystemExit, match="is wrong"):
+        train_models.check(contestant, blocked_attention.NAME, "cpu", seed=0)
+
+
+def test_wrong_decoding_is_not_timed(tmp_path, monkeypatch):
+    forward = decode_suite.TNTForCausalLM.forward
+
+    def wrong(self, ids, *args, **kwargs):
+        out = forward(self, ids, *args, **kwargs)
+        out.logits = out.logits * (1.001 if ids.shape[1] == 1 else 1)
+        return out
+
+    monkeypatch.setattr(decode_suite.TNTForCausalLM, "forward", wrong)
+    with pytest.raises(SystemExit, match=r"TNT \{16\} is wrong"):
+        bench("decode", tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.mark.parametrize("arguments", [["--list"], ["--help"], ["train", "--help"]], ids=" ".join)
+def test_help_comes_at_once_and_without_torch(arguments):
+    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "tnt_hf.cli", "bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert time.perf_counter() - start < 2
+    assert done.returncode == 0
+    expected = ["--contexts"] if arguments[0] == "train" else SUITES
+    assert all(name in done.stdout for name in expected)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "transformers", "numpy", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["speed"], "suite 'speed': must be one of memory, train, decode, liza, conversion"),
+        (["train", "--rounds", "0"], "rounds=0: must be at least 1"),
+        (["train", "--device", "tpu"], "device='tpu': must be cpu, cuda or auto"),
+        (["train", "--contestants", "TNT {7}"], "contestants='TNT {7}': must be one of"),
+        (["train", "--shape", "huge"], "shape='huge': must be one of '150m', 'shrunk', 'tiny'"),
+        (["train", "--dtype", "float8"], "dtype='float8'"),
+        (["decode", "--shape", "huge"], "shape='huge'"),
+        (["liza", "--tptt", "nowhere"], "tptt='nowhere': holds no tptt"),
+        (["memory", "--titans", "nowhere"], "titans='nowhere': holds no titans_pytorch"),
+        (["conversion"], "folder=None: shape 8b needs room"),
+        (["conversion", "--stages", "move"], "stages='move': must be one of cp, copy, link, cast"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_names_field_and_value(arguments, message, tmp_path, capsys):
+    out = [] if arguments == ["speed"] else ["--out", str(tmp_path)]
+    assert main(["bench", *arguments, *out]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_cuda_that_is_not_there_is_an_error(tmp_path, capsys):
+    assert main(["bench", "train", "--device", "cuda", "--out", str(tmp_path)]) == 2
+    assert "device='cuda'" in capsys.readouterr().err
+
+
+def test_a_file_of_no_suite_is_not_drawn(tmp_path, capsys):
+    (tmp_path / "x.json").write_text('{"suite": "speed"}')
+    assert main(["bench", "plot", str(tmp_path / "x.json")]) == 2
+    assert "suite='speed'" in capsys.readouterr().err
