@@ -43,6 +43,7 @@ FLAT, OF_LLAMA = 0.95, 0.5
 def config_of(name: str, settings: DecodeSettings, **more) -> TNTConfig:
     """Of a TNT contestant. Random weights on random tokens need the bound to stay finite."""
     fields = {"max_position_embeddings": 1 << 18, "eos_token_id": None, "memory_grad_bound": 1.0}
+    fields["memory_implementation"] = settings.memory_implementation
     return TNTConfig(**fields | SHAPES[settings.shape] | MEMORIES[name] | more)
 
 

@@ -73,6 +73,7 @@ def _ratios(found, targets, report, plt, clock):
     figure, axis = plt.subplots(figsize=(9, 4.5))
     groups = sorted({group for entry in found.values() for group in entry}, key=lambda name: int(name.split()[-1]))
     grouped(axis, found, groups)
+    asked = ", ".join(f"{name}: {line}" for name, line in zip(targets, ("dashed", "dotted")))
     for style, (_, by_size) in zip(("--", ":"), targets.items()):
         for size, target in by_size.items():
             if f"C = {size}" in groups:
@@ -80,7 +81,7 @@ def _ratios(found, targets, report, plt, clock):
                 axis.hlines(target, x - 0.45, x + 0.45, colors="black", linestyles=style, linewidth=1)
     axis.set_yscale("log")
     axis.set_ylabel(f"times faster, {clock} time")
-    axis.set_title(f"forward + backward, {hardware(report)}; lines: targets", fontsize=9)
+    axis.set_title(f"forward + backward, {hardware(report)}; asked of {asked}", fontsize=9)
     return figure
 
 
@@ -100,13 +101,15 @@ def decode(report: dict, plt):
     """Tokens per second of decoding and prefill, and cache bytes, over the context."""
     found = report["summary"]
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.5))
-    for batch_size, by_name in found["decode_tokens_per_second"].items():
-        style = {"linestyle": "-" if batch_size == "1" else "--"}
-        lines(axes[0], {f"{name}, batch {batch_size}": x for name, x in by_name.items()}, **style)
+    for style, (batch_size, by_name) in zip(("-", "--", ":", "-."), found["decode_tokens_per_second"].items()):
+        axes[0].set_prop_cycle(None)  # a contestant has one colour, a batch size one style
+        lines(axes[0], {f"{name}, batch {batch_size}": x for name, x in by_name.items()}, linestyle=style)
     lines(axes[1], found["prefill_tokens_per_second"])
     for name, sizes in found["cache_bytes"].items():
         axes[2].plot([int(n) for n in sizes], list(sizes.values()), marker="o", markersize=3, label=name)
-    axes[2].set(xscale="log", yscale="log", xlabel="tokens")
+    axes[2].set_xscale("log", base=2)
+    axes[2].set(yscale="log", xlabel="tokens")
+    axes[2].grid(alpha=0.3)
     for axis, title in zip(axes, ("decode, tokens/s", "prefill, tokens/s", "bytes of cache per row")):
         axis.set_title(title, fontsize=9)
         axis.legend(fontsize=7)

@@ -69,6 +69,7 @@ class TrainSettings(Settings):
     tokens: int | None = _option(None, "tokens of a step, at least one row (default: 8,192 on a CPU, else 32,768)")
     contestants: tuple[str, ...] | None = _option(None, "names as in the table (default: all)")
     dtype: str | None = _option(None, "float32 or bfloat16, by autocast (default: float32 on a CPU, else bfloat16)")
+    memory_implementation: str = _option("auto", "as in TNTConfig")
     attention: str | None = _option(None, "of windows (default: blocked_causal on a CPU, else sdpa)")
 
 
@@ -78,6 +79,7 @@ class DecodeSettings(Settings):
 
     shape: str | None = _option(None, "demo, 150m or tiny (default: demo on a CPU, else 150m)")
     dtype: str | None = _option(None, "float32 or bfloat16 (default: float32 on a CPU, else bfloat16)")
+    memory_implementation: str = _option("auto", "as in TNTConfig")
     contexts: tuple[int, ...] = _option((1024, 4096, 16384, 65536, 131072), "tokens that have been read")
     batch_sizes: tuple[int, ...] = _option((1, 8), "rows that decode together")
     steps: int = _option(32, "decoded tokens per turn")

@@ -45,10 +45,10 @@ CHECKED_TOKENS = 150
 TOLERANCES = {"cpu": 1e-8, "cuda": 1e-3}
 
 
-def config_of(name: str, shape: dict[str, Any], intermediate_size: int | None = None) -> TNTConfig:
+def config_of(name: str, shape: dict[str, Any], **more) -> TNTConfig:
     """The configuration of a contestant. The gradient bound is the recipes'."""
     fields = {"memory_grad_bound": 1.0, "max_position_embeddings": 32768} | shape | CONTESTANTS[name]
-    return TNTConfig(**fields | {"intermediate_size": intermediate_size or shape["intermediate_size"]})
+    return TNTConfig(**fields | more)
 
 
 def parameters_of(config: TNTConfig) -> int:
@@ -57,12 +57,12 @@ def parameters_of(config: TNTConfig) -> int:
         return TNTForCausalLM(config).num_parameters()
 
 
-def equal_configs(names: list[str], shape: dict[str, Any]) -> dict[str, TNTConfig]:
+def equal_configs(names: list[str], shape: dict[str, Any], **more) -> dict[str, TNTConfig]:
     """The MLPs widened until all have as many parameters as the largest of all contestants."""
     counts = {name: parameters_of(config_of(name, shape)) for name in CONTESTANTS}
     largest, per_channel = max(counts.values()), 3 * shape["hidden_size"] * shape["num_hidden_layers"]
     widths = {name: shape["intermediate_size"] + round((largest - counts[name]) / per_channel) for name in names}
-    return {name: config_of(name, shape, width) for name, width in widths.items()}
+    return {name: config_of(name, shape, intermediate_size=width, **more) for name, width in widths.items()}
 
 
 def attention_of(name: str, attention: str) -> str:
@@ -84,7 +84,7 @@ def loss_and_gradients(model: TNTForCausalLM, ids: Tensor) -> list[Tensor | None
     return [loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
 
 
-def check(name: str, attention: str, device: str, seed: int) -> float:
+def check(name: str, attention: str, device: str, seed: int, memory_implementation: str = "auto") -> float:
     """
     Loss and all gradients of a small model of that kind against the same weights with the memory computed token by
     token (`memory_implementation="naive"`) and attention as a plain softmax, in float64 on the CPU.
@@ -95,9 +95,8 @@ def check(name: str, attention: str, device: str, seed: int) -> float:
     Raises:
         SystemExit: it is too large.
     """
-    model = build(name, config_of(name, CHECKED), attention, seed)
-    config = config_of(name, CHECKED)  # another one, as a model keeps its own and looks at it in every call
-    config.memory_implementation = "naive"
+    model = build(name, config_of(name, CHECKED, memory_implementation=memory_implementation), attention, seed)
+    config = config_of(name, CHECKED, memory_implementation="naive")
     naive = TNTForCausalLM._from_config(config, attn_implementation="eager").train()
     naive.load_state_dict(model.state_dict())
     ids = torch.randint(config.vocab_size, (2, CHECKED_TOKENS), generator=torch.Generator().manual_seed(seed))

@@ -62,7 +62,8 @@ def measure(name: str, settings: TrainSettings, tell) -> dict:
     differences = {}
     for contestant in settings.contestants:
         tell(contestant)
-        differences[contestant] = check(contestant, settings.attention, settings.device, settings.seed)
+        how = (settings.attention, settings.device, settings.seed, settings.memory_implementation)
+        differences[contestant] = check(contestant, *how)
     return {"largest_relative_difference": differences}
 
 
@@ -86,7 +87,8 @@ def time_steps(context: int, settings: TrainSettings, tell) -> dict:
 
         return call
 
-    configs = equal_configs(list(settings.contestants), shape)
+    implementation = {"memory_implementation": settings.memory_implementation}
+    configs = equal_configs(list(settings.contestants), shape, **implementation)
     models = {n: build(n, c, settings.attention, settings.seed).to(settings.device) for n, c in configs.items()}
     calls = {contestant: step(contestant, model) for contestant, model in models.items()}
     seconds = take_turns(calls, settings.rounds, tell=tell, wait=waiting(settings.device))
