@@ -226,7 +226,7 @@ def test_help_comes_at_once_and_without_torch(arguments):
         (["train", "--rounds", "0"], "rounds=0: must be at least 1"),
         (["train", "--device", "tpu"], "device='tpu': must be cpu, cuda or auto"),
         (["train", "--contestants", "TNT {7}"], "contestants='TNT {7}': must be one of"),
-        (["train", "--shape", "huge"], "shape='huge': must be one of '150m', 'shrunk', 'tiny'"),
+        (["train", "--shape", "huge"], "shape='huge': must be one of '150m', 'shrunk', 'narrow', 'tiny'"),
         (["train", "--dtype", "float8"], "dtype='float8'"),
         (["decode", "--shape", "huge"], "shape='huge'"),
         (["liza", "--tptt", "nowhere"], "tptt='nowhere': holds no tptt"),

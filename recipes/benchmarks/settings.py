@@ -64,7 +64,7 @@ class TrainSettings(Settings):
     """Training steps of whole models."""
 
     rounds: int = _option(3, "in each of which all contestants take one step")
-    shape: str | None = _option(None, "150m, shrunk or tiny (default: shrunk on a CPU, else 150m)")
+    shape: str | None = _option(None, "150m, shrunk, narrow or tiny (default: shrunk on a CPU, else 150m)")
     contexts: tuple[int, ...] = _option((2048, 4096, 8192, 16384, 32768), "tokens of a row")
     tokens: int | None = _option(None, "tokens of a step, at least one row (default: 8,192 on a CPU, else 32,768)")
     contestants: tuple[str, ...] | None = _option(None, "names as in the table (default: all)")

@@ -91,7 +91,8 @@ def time_steps(context: int, settings: TrainSettings, tell) -> dict:
     configs = equal_configs(list(settings.contestants), shape, **implementation)
     models = {n: build(n, c, settings.attention, settings.seed).to(settings.device) for n, c in configs.items()}
     calls = {contestant: step(contestant, model) for contestant, model in models.items()}
-    seconds = take_turns(calls, settings.rounds, tell=tell, wait=waiting(settings.device))
+    warmup = int(context <= settings.tokens)  # longer steps take minutes, and the median forgives a slow first round
+    seconds = take_turns(calls, settings.rounds, warmup, tell, waiting(settings.device))
     final = {contestant: loss.item() for contestant, loss in losses.items()}
     if wrong := [contestant for contestant, loss in final.items() if not math.isfinite(loss)]:
         raise SystemExit(f"{', '.join(wrong)}: the loss is no number at {context} tokens")
