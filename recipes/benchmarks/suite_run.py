@@ -10,6 +10,7 @@ A suite is a module with
 """
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -18,13 +19,22 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import tnt_hf.conversion
+import tnt_hf.recipes
 from tnt_hf.recipes.benchmarks.measure import environment
 from tnt_hf.recipes.benchmarks.miniature_runs import write
 from tnt_hf.recipes.benchmarks.settings import Settings
 
 
 # What two parts of one result must have in common; the date and the commit of a text change nothing.
-SAME = ("cpu", "gpus", "threads", "versions", "source_sha256")
+SAME = ("cpu", "gpus", "threads", "versions", "all_sources_sha256")
+
+
+def digest() -> str:
+    """Of everything that could be timed or time: `source_sha256` is of the model's modules alone."""
+    folders = [Path(module.__file__).parent for module in (tnt_hf, tnt_hf.conversion, tnt_hf.recipes)]
+    files = sorted({path.resolve() for folder in folders for path in folder.rglob("*.py")})
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def resolve(settings: Settings) -> Settings:
@@ -74,7 +84,8 @@ def run_suite(name: str, module: ModuleType, settings: Settings, folder: Path, o
     settings = module.prepare(resolve(settings))
     torch.set_num_threads(settings.threads)
     path = folder / f"{name}.json"
-    head = {"suite": name, "environment": environment(settings.seed), "settings": settings.portable()}
+    where = environment(settings.seed, all_sources_sha256=digest())
+    head = {"suite": name, "environment": where, "settings": settings.portable()}
     result = start(path, json.loads(json.dumps(head | {"clock": settings.clock})), overwrite)
     todo = [row for row in module.rows(settings) if row not in result["rows"]]
     with tqdm(todo, desc=name, unit="row", disable=None, dynamic_ncols=True) as bar:

@@ -2,8 +2,8 @@
 
 The shape is that of the recipes `tnt_150m`, `titans_150m` and `transformer_150m`. For a CPU it is shrunk to one layer
 of a third of the width, with heads of 64 channels, chunks, window and reset interval as they are, and a vocabulary
-that leaves the head its share of the work. The narrower a model, the larger the memory's part of a step: its work grows
-with the width, that of the layers around it with the square. `narrow` has a sixth of the width and two layers.
+that leaves the head its share of the work. The narrower a model, the larger the memory's part of a step: its work
+grows with the width, that of the layers around it with the square. `narrow` has a sixth of the width and two layers.
 """
 
 from typing import Any
