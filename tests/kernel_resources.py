@@ -32,11 +32,12 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 def measure(kernel, types: dict[str, str], constants: dict, options: dict) -> dict:
     """Compiles `kernel`: `types` are those of its run-time arguments ("*fp32" for what is not named), `constants` its
-    compile-time ones and those that are `None`, `options` what a launch passes to the compiler."""
+    compile-time ones and those that are `None`, `options` what a launch passes to the compiler. Addresses and what is
+    called a stride are multiples of 16, as a launch finds them to be."""
     names = [name for name in kernel.arg_names if name not in constants]
     signature = {name: types.get(name, "*fp32") for name in names}
-    pointers = {name for name in names if signature[name][0] == "*"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers}
+    known = {name for name in names if signature[name][0] == "*" or name.endswith("_stride")}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in known}
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=TARGET, options=options)
@@ -112,6 +113,8 @@ ROWS: dict[str, Callable[[], dict]] = {
     **both("C=64 m=2", chunk_size=64, expansion=2),
     **both("C=64 m=2 momentum", chunk_size=64, expansion=2, momentum=True),
     **both("C=16 m=1 float32", operands=torch.float32),
+    **both("C=16 m=1 width 16", width=16),
+    **both("C=16 m=1 width 32", width=32),
     **both("C=16 m=1 width 128", width=128),
 }
 

@@ -95,7 +95,7 @@ def reverse_read(
     return d_x - dot(d_scores, a, DT, PREC), d_W, d_S, d_T, d_a, d_delta, d_pairs, d_A, d_D
 
 
-@jit
+@jit(do_not_specialize=["first", "last"])
 def reverse_kernel(
     q, k, v, theta, c, A, D, s_end, m_end, gain, bias, x, target, starts, lengths, kept, d_o, d_x_end, d_q, d_k, d_v,
     d_theta, d_c, d_A, d_D, d_s_end, d_m_end, d_gain, d_bias, d_state, d_x, d_target, kept_stride, first, last, bound,

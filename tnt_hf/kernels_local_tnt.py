@@ -19,9 +19,11 @@ except ImportError:  # `kernels_tnt` refuses to run without it; the definitions 
     triton, tl = None, SimpleNamespace(constexpr=None)
 
 
-def jit(function):
+def jit(function=None, **options):
     """`triton.jit` where there is a Triton."""
-    return function if triton is None else triton.jit(function)
+    if triton is None:
+        return function or jit
+    return triton.jit(function, **options)
 
 
 @jit
@@ -164,7 +166,7 @@ def write_layer(
     return W - dot(key, end[:, None] * delta, DT, PREC), S
 
 
-@jit
+@jit(do_not_specialize=["first", "last"])  # one compiled kernel for every length
 def forward_kernel(
     q, k, v, theta, c, A, D, s_end, m_end, gain, bias, state, x, target, starts, lengths, o, loss, end, x_end, kept,
     state_stride, kept_stride, first, last, bound, eps, ROWS: tl.constexpr, BC: tl.constexpr, R: tl.constexpr,
