@@ -18,7 +18,7 @@ import torch
 from test_memory import assert_same, everything, leaves, make_inputs, run
 from tiny import tiny_model
 
-from tnt_hf.kernels_tnt import choose, unsupported
+from tnt_hf.kernels_tnt import choose, unsupported_scan
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 
 
@@ -143,26 +143,11 @@ if INTERPRETED:
             gradients.append(torch.autograd.grad(op(*tensors, weights, **options, chunk_size=4)[0].sum(), wanted))
         assert_same([x.double() for x in gradients[1]], gradients[0], CLOSE)
 
-    def test_a_model_of_memories_that_read_themselves():
-        """Loss and gradients of a whole model, in pieces of a prompt too."""
-        shape = {"head_dim": 16, "global_chunk_size": 8, "global_read": "current", "local_chunk_sizes": [4]}
-        ids = torch.arange(20)[None] % 13
-        results = []
-        for implementation in ("chunk", "triton"):
-            torch.manual_seed(0)
-            model = tiny_model(torch.float32, **shape, memory_implementation=implementation)
-            loss = model(ids, labels=ids).loss
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            with torch.no_grad():
-                cache = model(ids[:, :7]).past_key_values
-                rest = model(ids[:, 7:], past_key_values=cache).logits
-            results.append([loss, rest, *gradients])
-        assert_same(results[1], results[0], 1e-5)  # two float32 forms, each with its own rounding
-
     def test_auto_does_not_choose_the_interpreter():
         cpu, weights = torch.device("cpu"), weights_of(16, 16)
-        assert unsupported(cpu, torch.float32, "current", weights) is None
-        assert choose("implementation", "auto", cpu, torch.float32, "current", weights) == "chunk"
+        memory = torch.float32, "current", weights, torch.float32
+        assert unsupported_scan(cpu, *memory) is None
+        assert choose("implementation", "auto", cpu, unsupported_scan, *memory) == "chunk"
 
 else:
 
@@ -195,7 +180,7 @@ def weights_of(*widths):
     "reason, arguments",
     [
         ("no Triton on 'meta'", (torch.device("meta"), torch.float32, "current", weights_of(16, 16))),
-        ("no kernel", (CUDA, torch.float32, "chunk_start", weights_of(16, 16))),
+        ("16384 numbers", (CUDA, torch.float32, "chunk_start", weights_of(64, 128, 64))),
         ("float64", (CUDA, torch.float64, "current", weights_of(16, 16))),
         ("3 layers", (CUDA, torch.float32, "current", weights_of(16, 16, 16, 16))),
         ("[16, 48, 16]", (CUDA, torch.float32, "current", weights_of(16, 48, 16))),
@@ -204,21 +189,25 @@ def weights_of(*widths):
     ],
 )
 def test_what_no_kernel_covers_has_a_reason(reason, arguments):
-    assert reason in unsupported(*arguments)
+    device, *memory = *arguments, torch.float32
+    assert reason in unsupported_scan(device, *memory)
     with pytest.raises(ValueError, match="implementation='triton' cannot run here"):
-        choose("implementation", "triton", *arguments)
+        choose("implementation", "triton", device, unsupported_scan, *memory)
 
 
 def test_what_the_kernels_cover():
     for widths in ((16, 16), (64, 64, 64), (64, 128, 64), (64, 256, 64), (128, 128, 128), (32, 64, 16)):
-        assert unsupported(CUDA, torch.float32, "current", weights_of(*widths)) is None
+        assert unsupported_scan(CUDA, torch.float32, "current", weights_of(*widths), torch.float32) is None
 
 
 def test_auto_on_cuda_says_once_why_it_does_not_use_them(caplog):
-    arguments = (CUDA, torch.float32, "current", weights_of(16, 24, 16))
-    assert choose("memory_implementation", "auto", CUDA, torch.float32, "current", weights_of(16, 16)) == "triton"
+    def auto(*widths):
+        memory = torch.float32, "current", weights_of(*widths), torch.float32
+        return choose("memory_implementation", "auto", CUDA, unsupported_scan, *memory)
+
+    assert auto(16, 16) == "triton"
     assert not caplog.records
-    assert [choose("memory_implementation", "auto", *arguments) for _ in range(3)] == ["chunk"] * 3
+    assert [auto(16, 24, 16) for _ in range(3)] == ["chunk"] * 3
     assert len(caplog.records) == 1 and "[16, 24, 16]" in caplog.text
 
 

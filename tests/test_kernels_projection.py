@@ -23,7 +23,7 @@ def test_what_cannot_run_raises():
     q = torch.randn(1, 3, 1, 16)
     with pytest.raises(ValueError, match="implementation.*fast"):
         project_queries(q, q, reset_interval=None, implementation="fast")
-    with pytest.raises(ValueError, match="implementation='triton'.*CUDA|implementation='triton'.*not installed"):
+    with pytest.raises(ValueError, match="implementation='triton'.*(no Triton on|not installed)"):
         project_queries(q, q, reset_interval=None, implementation="triton")
 
 
@@ -115,9 +115,8 @@ def case_rows_of_several_chunks_of_which_the_last_is_short(K, interval):
 
 def case_unsupported_operands_are_refused():
     for q, reason in (
-        (torch.randn(1, 3, 1, 24), "key width.*24"),
+        (torch.randn(1, 3, 1, 24), "keys have the width 24"),
         (torch.randn(1, 3, 1, 16).double(), "float64"),
-        (torch.randn(1, 3, 1, 16).bfloat16(), "interpreter"),
     ):
         with pytest.raises(ValueError, match=f"implementation='triton'.*{reason}"):
             project_queries(q, q, reset_interval=None, implementation="triton")

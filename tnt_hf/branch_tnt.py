@@ -22,7 +22,8 @@ from transformers.cache_utils import Cache
 from .configuration_tnt import MemorySpec, TNTConfig
 from .convolution_tnt import TNTCausalConv, convolve
 from .features_tnt import quadratic
-from .kernels_tnt import choose
+from .kernels_decode_tnt import token_step
+from .kernels_tnt import choose, unsupported_projection, unsupported_scan, unsupported_step
 from .memory_tnt import MemoryState, memory_chunkwise
 from .network_tnt import Net
 from .projection_tnt import project_queries
@@ -31,6 +32,7 @@ from .step_tnt import Clock, memory_step, project_step
 
 
 CAP_TOKENS = 64  # see `lr_factors`
+FIELD = "memory_implementation"
 DECAY_BIAS = -7.0  # alpha = sigmoid(decay_proj(x)) starts near 1e-3
 
 
@@ -115,7 +117,7 @@ class TNTMemoryUnit(nn.Module):
             hidden_states: `[B, T, hidden]`.
             q: `[B, T, n, D]`, already projected by M where the spec asks for it. k, v: `[B, T, H, D]`.
             spec: chunk size, reset interval (tokens) and read of this memory. lr_scale: factor of theta.
-            operands: type of the layer's activations; Triton multiplies bfloat16 as it is, and nothing else rounds.
+            operands: of Triton's products, bfloat16 where the layer's activations are; nothing else rounds.
             options: mask, segment_ids, initial_state, output_final_state, output_surprise of [`memory_chunkwise`].
 
         Returns:
@@ -124,8 +126,8 @@ class TNTMemoryUnit(nn.Module):
 
         lr, momentum, decay = self.gates(hidden_states, lr_scale, q.dtype)
         weights, tokens = list(self.weights), (q, k, v)
-        how = choose("memory_implementation", self.implementation, q.device, q.dtype, spec.read, weights)
-        if how == "triton" and operands == torch.bfloat16:
+        how = choose(FIELD, self.implementation, q.device, unsupported_scan, q.dtype, spec.read, weights, operands)
+        if how == "triton":
             tokens = (x.to(operands) for x in tokens)
         layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)
         o, *result = memory_chunkwise(
@@ -166,8 +168,10 @@ class TNTMemoryUnit(nn.Module):
         state: MemoryState,
         present: Tensor | None,
         clock: Clock,
-    ) -> tuple[Tensor, Tensor]:
-        """One token of every row in place: hidden_states `[B, hidden]`, q `[B, H, G, K]`, k, v `[B, H, 1, D]`."""
+        output_surprise: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One token of every row in place: hidden_states `[B, hidden]`, q `[B, H, G, K]`, k, v `[B, H, 1, D]`. Returns
+        o `[B, H, G, D]` and the surprise `[B, H]`."""
         dtype = state.weights[0].dtype
         layernorm = None
         if self.norm_weight is not None:
@@ -178,11 +182,18 @@ class TNTMemoryUnit(nn.Module):
             "reset_interval": spec.reset_interval,
             "read": spec.read,
             "query_projection": "none",  # it is shared by all memories, see TNTMemory
+            "normalize_projection": False,
             "layernorm": layernorm,
         }
         gates = self.gates(hidden_states, lr_scale, dtype)
         init = [w.to(dtype) for w in self.weights]
-        return memory_step(state, init, self.net, options, q, k, v, *gates, present, clock)
+        tokens = options, q, k, v, *gates, present
+        if choose(FIELD, self.implementation, q.device, unsupported_step, dtype, init) == "triton":
+            o, _, loss = token_step(state, init, self.net, *tokens)
+            return o, loss
+        o, error = memory_step(state, init, self.net, *tokens, clock)
+        loss = 0.5 * error.square().sum((-1, -2)) if output_surprise else None
+        return o, loss if loss is None or present is None else loss * present[:, None]
 
 
 class TNTMemoryGate(nn.Module):
@@ -240,7 +251,7 @@ class TNTMemory(nn.Module):
         self.shared = config.memory_projections == "shared"
         self.value_norm, self.head_dim = config.memory_value_norm, config.memory_head_dim
         # attributes of a config are slow to read, and these are fixed by the weights
-        self.feature_map, self.naive = config.memory_feature_map, config.memory_implementation == "naive"
+        self.feature_map, self.implementation = config.memory_feature_map, config.memory_implementation
         self.projection_norm = config.qk_projection_norm
         H, D = config.memory_num_heads, config.memory_head_dim
         self.channels = (config.num_attention_heads * config.head_dim, H * D, H * D)
@@ -296,7 +307,7 @@ class TNTMemory(nn.Module):
             qkv, conv = convolve(convs, [q, k, v], self.taps, tail, mask, segment_ids)
             q, k, v = qkv.split(self.channels, -1)
 
-        operands = q.dtype
+        operands = q.dtype if q.dtype == torch.bfloat16 else dtype
         with torch.autocast(hidden_states.device.type, enabled=False):
             q, k, v = (x.to(dtype).unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
             if self.feature_map == "silu":
@@ -316,7 +327,7 @@ class TNTMemory(nn.Module):
 
     def _steps_in_place(self, state: LayerState | None, dtype: torch.dtype) -> bool:
         """Whether one token may overwrite `state`: it is there, and nobody else can notice."""
-        if state is None or torch.is_grad_enabled() or self.naive:
+        if state is None or torch.is_grad_enabled() or self.implementation == "naive":
             return False
         if any(unit._forward_hooks or unit._forward_pre_hooks or "forward" in vars(unit) for unit in self.memories):
             return False
@@ -354,24 +365,26 @@ class TNTMemory(nn.Module):
             outputs, surprises, x = [], [], hidden_states[:, 0]
             for spec, unit, scale, memory in zip(layout.specs, self.memories, self.lr_factors, state.memories):
                 query = q if spec.query_projection == "none" else queries[spec.projection_interval]
-                o, error = unit.step(x, query, k, v, spec, scale, memory, present, clock)
+                o, loss = unit.step(x, query, k, v, spec, scale, memory, present, clock, output_surprise)
                 outputs.append(o)
-                if output_surprise:
-                    loss = 0.5 * error.square().sum(-1).mean(1)
-                    surprises.append(loss if present is None else loss * present[:, None])
+                surprises.append(loss)
             state.time.add_(1 if present is None else present)
             o = sum(outputs[1:], outputs[0]).flatten(1, 2)[:, None]
             o = o if self.norm is None else self.norm(o)
-        return o.flatten(-2).to(hidden_states.dtype), torch.stack(surprises).mean(0) if output_surprise else None
+        return o.flatten(-2).to(hidden_states.dtype), torch.stack(surprises).mean((0, -1))[
+            :, None
+        ] if output_surprise else None
 
     def _remember(self, hidden_states, q, k, v, operands, layout, state, keep, mask, segment_ids, output_surprise):
         """Sum of all memories `[B, T, n, D]` (TNT Eq. 15), the new state and the mean surprise."""
         queries, projections = {}, {}
+        how = choose(FIELD, self.implementation, q.device, unsupported_projection, q.dtype, q.shape[-1])
+        tokens = (q.to(operands), k.to(operands)) if how == "triton" else (q, k)
         for interval in layout.intervals:
             queries[interval], projections[interval] = project_queries(
-                q,
-                k,
+                *tokens,
                 reset_interval=interval,
+                implementation=how,
                 normalize=self.projection_norm,
                 mask=mask,
                 segment_ids=segment_ids,

@@ -9,6 +9,7 @@ Reads "current" run here, by `kernels_local_tnt` and its backward. Travels with 
 
 import logging
 import math
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from .coefficients_tnt import Coef, chunk_coefficients
+from .kernels_global_tnt import MOST_BYTES, TritonGlobal
 from .kernels_local_reverse_tnt import reverse_kernel
 from .kernels_local_tnt import forward_kernel
+from .kernels_parts_tnt import WIDTHS
 from .scan_tnt import Plan
 
 
@@ -40,16 +43,16 @@ def _report(field: str, reason: str) -> None:
     logging.getLogger(__name__).warning("%s='auto' runs 'chunk' on CUDA: %s.", field, reason)
 
 
-def choose(field: str, value: str, device: torch.device, dtype: torch.dtype, read: str, weights: list[Tensor]) -> str:
+def choose(field: str, value: str, device: torch.device, unsupported: Callable[..., str | None], *operands) -> str:
     """The implementation that `value` of `field` stands for: "auto" is "triton" on CUDA where that can run, else
-    "chunk" (on CUDA it says why, once). The other arguments are those of `unsupported`.
+    "chunk" (on CUDA it says why, once). `unsupported(device, *operands)` is one of those below.
 
     Raises:
         ValueError: "triton" where it cannot run, with the reason.
     """
     if value not in ("auto", "triton") or (value == "auto" and device.type != "cuda"):
         return "chunk" if value == "auto" else value
-    reason = unsupported(device, dtype, read, weights)
+    reason = unsupported(device, *operands)
     if reason is None:
         return "triton"
     if value == "triton":
@@ -58,24 +61,49 @@ def choose(field: str, value: str, device: torch.device, dtype: torch.dtype, rea
     return "chunk"
 
 
-def unsupported(device: torch.device, dtype: torch.dtype, read: str, weights: list[Tensor]) -> str | None:
-    """Why the kernels cannot run a memory, or `None` if they can: on `device`, with state and arithmetic in `dtype`,
-    for a read and weights `[H, d_in, d_out]`."""
-    widths = [weights[0].shape[1], *(w.shape[2] for w in weights)]
+def unavailable(device: torch.device) -> str | None:
+    """Why no kernel runs on `device`, or `None`."""
     if triton is None:
         return "Triton is not installed"
     if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
         return f"there is no Triton on {device.type!r} (the CPU needs TRITON_INTERPRET=1)"
-    if read != "current":
-        return f"read={read!r} has no kernel yet"
+    return None
+
+
+def unsupported_scan(
+    device: torch.device, dtype: torch.dtype, read: str, weights: list[Tensor], operands: torch.dtype
+) -> str | None:
+    """Why the kernels cannot run a memory, or `None` if they can: on `device`, with state and arithmetic in `dtype`,
+    for a read, weights `[H, d_in, d_out]` and q, k and v of type `operands`."""
+    if reason := unsupported_step(device, dtype, weights):
+        return reason
+    floats = sum(w.shape[1] * w.shape[2] for w in weights)
+    most = STATE_FLOATS if read == "current" else MOST_BYTES // (2 if operands == torch.bfloat16 else 4)
+    return f"a head's weights are {floats} numbers, and the kernels hold {most}" if floats > most else None
+
+
+def unsupported_step(device: torch.device, dtype: torch.dtype, weights: list[Tensor]) -> str | None:
+    """The same for one token of any memory."""
+    widths = [weights[0].shape[1], *(w.shape[2] for w in weights)]
+    if reason := unavailable(device):
+        return reason
     if dtype != torch.float32:
         return f"the state would be {dtype}, and the kernels have float32"
     if len(weights) > 2:
         return f"the memory network has {len(weights)} layers, and the kernels 1 or 2"
     if any(n < 16 or n & (n - 1) for n in widths):
         return f"the memory network has widths {widths}, and the kernels powers of two from 16"
-    if (floats := sum(a * b for a, b in zip(widths, widths[1:]))) > STATE_FLOATS:
-        return f"a head's weights are {floats} numbers, and the kernels hold {STATE_FLOATS}"
+    return None
+
+
+def unsupported_projection(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """The same for the Q-K projection of keys of `width`, computed in `dtype`."""
+    if reason := unavailable(device):
+        return reason
+    if dtype != torch.float32:
+        return f"the projection would be {dtype}, and the kernels have float32"
+    if width not in WIDTHS:
+        return f"keys have the width {width}, and the kernels one of {WIDTHS}"
     return None
 
 
@@ -139,10 +167,16 @@ class Shape(NamedTuple):
 
 
 def triton_scan(plan: Plan, q, k, v, scalars, ln, target, xi, W, S):
-    """`scan_tnt.scan` and its backward in Triton, for plan.current: the same arguments and results, but `scalars` are
-    (theta, mu, keep, present), each `[N, C]` or `None`, and q, k and v may be bfloat16 (they are then the type of all
-    matrix operands; o has it too). Gradients flow through states."""
+    """`scan_tnt.scan` and its backward in Triton: the same arguments and results, but `scalars` are (theta, mu, keep,
+    present), each `[N, C]` or `None`, and q, k and v may be bfloat16 (they are then the type of all matrix operands;
+    o has it too). Gradients flow through states."""
     C, depth = k.shape[1], len(W)
+    if not plan.current:
+        coef, none = chunk_coefficients(*scalars, False), [None] * depth
+        states = [*W, *(xi or none), *(S or none), *(target or none)]
+        o, loss, *final = TritonGlobal.apply(plan, depth, q, k, v, *coef, *(ln or (None, None)), *states)
+        kinds = [final[i * depth : (i + 1) * depth] for i in range(3)]
+        return o, loss, *(None if x[0] is None else list(x) for x in kinds)
     rows, blocks = Shape.split(C)
     coef = chunk_coefficients(*(None if x is None else x.reshape(-1, rows) for x in scalars), True)
     widths = W[0].shape[1], W[-1].shape[1], W[-1].shape[2]

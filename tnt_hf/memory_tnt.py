@@ -28,7 +28,7 @@ from torch import Tensor
 from .coefficients_tnt import chunk_coefficients
 from .grid_tnt import dense_grid, ragged_grid, rows_of
 from .inputs_tnt import check_inputs, check_positive
-from .kernels_tnt import choose, triton_scan
+from .kernels_tnt import choose, triton_scan, unsupported_scan
 from .network_tnt import Net
 from .projection_tnt import project_queries
 from .reverse_tnt import ChunkScan
@@ -204,7 +204,10 @@ def memory_chunkwise(
                 raise ValueError(f"initial_state.{name} must be {'a tensor' if used else 'None'} for these options")
 
     dtype = torch.promote_types(torch.promote_types(q.dtype, weights[0].dtype), torch.float32)
-    implementation = choose("implementation", implementation, q.device, dtype, read, weights)
+    operands = q.dtype if q.dtype == torch.bfloat16 else dtype
+    implementation = choose(
+        "implementation", implementation, q.device, unsupported_scan, dtype, read, weights, operands
+    )
     net = Net(activation, residual, 0.0 if layernorm is None else float(layernorm[2]))
     options = {
         "chunk_size": chunk_size,
@@ -219,7 +222,7 @@ def memory_chunkwise(
         "layernorm": None if layernorm is None else [x.to(dtype)[:, None] for x in layernorm[:2]],
         "triton": implementation == "triton",
     }
-    tokens = q.dtype if implementation == "triton" and q.is_cuda and q.dtype == torch.bfloat16 else dtype
+    tokens = operands if implementation == "triton" and q.is_cuda else dtype  # the interpreter is wrong for bfloat16
 
     def cast(x):
         return None if x is None else x.to(dtype)

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from .grid_tnt import dense_grid, ragged_grid, rows_of
 from .inputs_tnt import check_positive, check_rows, check_tensor
+from .kernels_projection_tnt import TritonProjection
+from .kernels_tnt import choose, unsupported_projection
 
 
+IMPLEMENTATIONS = ("chunk", "triton", "auto")
 PROJECTION_CHUNK = 64  # tokens; the projection does not depend on it, 64 balances its two matrix products
 
 
@@ -87,8 +90,8 @@ def project_queries(
         normalize: L2-normalise q~ (|q M| grows with the shard; `False` is the paper).
         mask, segment_ids: `[B, T]`, as in `memory_chunkwise`.
         initial_state: `(M [B, H, K, K], time [B])` before the first token.
-        implementation: "chunk" (torch) or "triton" (its products with q's dtype as operands; a single token that goes
-        on from a state needs no kernel).
+        implementation: "chunk" (torch), "triton" (its products with q's dtype as operands; a single token that goes
+        on from a state needs no kernel) or "auto", as in `memory_chunkwise`.
 
     Returns:
         `(q~ [B, T, Hq, K] in q's dtype, M [B, H, K, K] or None)`.
@@ -100,25 +103,16 @@ def project_queries(
     check_tensor("k", k, (q.shape[0], q.shape[1], None, q.shape[3]))
     check_positive("reset_interval", reset_interval, optional=True)
     check_rows(q, k, mask, segment_ids)
-    projection = _running_projection(implementation, q)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     dtype = torch.promote_types(q.dtype, torch.float32)
+    how = choose("implementation", implementation, q.device, unsupported_projection, dtype, q.shape[3])
+    projection = TritonProjection if how == "triton" else _RunningProjection
     rest = dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state
     with torch.autocast(q.device.type, enabled=False):
         if q.shape[1] == 1 and initial_state is not None and segment_ids is None:
             return _project_one(q, k, *rest)
         return _project_many(projection, q, k, *rest)
-
-
-def _running_projection(implementation: str, q: Tensor) -> type[torch.autograd.Function]:
-    if implementation == "chunk":
-        return _RunningProjection
-    if implementation != "triton":
-        raise ValueError(f"implementation must be 'chunk' or 'triton', got {implementation!r}")
-    from .kernels_projection_tnt import TritonProjection, unsupported  # Triton is slow to import
-
-    if reason := unsupported(q):
-        raise ValueError(f"implementation='triton' cannot run here: {reason}")
-    return TritonProjection
 
 
 def _project_one(q, k, dtype, interval, normalize, mask, _, initial_state, output_final_state):
@@ -144,7 +138,8 @@ def _project_many(projection, q, k, dtype, interval, normalize, mask, segment_id
         grid = dense_grid(B, T, C, interval, q.device)
     else:
         grid = ragged_grid(*rows_of(q, mask, segment_ids, time), C, interval, align=False)
-    operand = dtype if projection is _RunningProjection else q.dtype
+    # the interpreter is wrong for bfloat16
+    operand = q.dtype if projection is TritonProjection and q.is_cuda else dtype
     x = grid.gather(q.to(operand).unflatten(2, (H, -1))).flatten(0, 1).flatten(1, 2)
     u = F.normalize(grid.gather(k).to(dtype), dim=-1).flatten(0, 1).to(operand)
     M = grid.rowwise(x.new_zeros(H, K, K, dtype=dtype), M)

@@ -129,8 +129,9 @@ class Clock(NamedTuple):
 
     @classmethod
     def of(cls, time: Tensor, present: Tensor | None) -> "Clock":
-        """The clock of `time` `[B]` int64 and `present` `[B]` bool; on the host unless a graph is being compiled."""
-        if torch.compiler.is_compiling():
+        """The clock of `time` `[B]` int64 and `present` `[B]` bool; on the host unless a graph is being compiled or a
+        device would have to be waited for."""
+        if torch.compiler.is_compiling() or time.device.type != "cpu":
             return cls(time, present)
         return cls(time.tolist(), None if present is None else present.tolist())
 

@@ -1,0 +1,96 @@
+"""A model on its Triton kernels, run by the interpreter, is the model in torch: training, prefill and decoding."""
+
+import pytest
+import torch
+from interpreter import run_cases
+from test_memory import assert_same
+from tiny import tiny_model
+
+from tnt_hf import branch_tnt
+from tnt_hf.kernels_global_tnt import TritonGlobal
+from tnt_hf.kernels_projection_tnt import TritonProjection
+from tnt_hf.kernels_tnt import TritonScan
+
+
+SHAPE = {"head_dim": 16, "global_chunk_size": 8, "local_chunk_sizes": [4], "local_reset_interval": 16}
+VARIANTS = {
+    "deep": {"memory_depth": 2},
+    "linear, bounded, two local memories": {
+        "memory_depth": 1, "memory_grad_bound": 0.5, "local_chunk_sizes": [4, 8], "local_reset_interval": [16, 8],
+    },
+    "Titans": {
+        "local_chunk_sizes": [], "global_chunk_size": 4, "global_read": "current", "memory_momentum": True,
+        "memory_decay": True,
+    },
+}  # fmt: skip
+USUAL, *others = VARIANTS
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in others]
+CLOSE = 1e-5  # two float32 forms of a model of several layers, each with its own rounding
+
+
+def test_in_the_interpreter():
+    run_cases(__file__, "not slow")
+
+
+@pytest.mark.slow
+def test_in_the_interpreter_with_every_variant():
+    run_cases(__file__, "slow")
+
+
+def both(name: str, measure):
+    results = []
+    for implementation in ("chunk", "triton"):
+        model = tiny_model(torch.float32, **{**SHAPE, **VARIANTS[name]}, memory_implementation=implementation)
+        results.append(measure(model))
+    assert_same(results[1], results[0], CLOSE)
+
+
+@pytest.mark.parametrize("name", [USUAL, *REST])
+def case_loss_and_gradients(name):
+    ids = torch.arange(20)[None] % 13
+
+    def measure(model):
+        loss = model(ids, labels=ids).loss
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    both(name, measure)
+
+
+@pytest.mark.parametrize("name", [USUAL, *REST])
+def case_pieces_of_a_prompt_then_token_by_token(name):
+    """Rows at different memory times: the second one is padded on the left."""
+    ids = torch.arange(48).view(2, 24) % 13
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+
+    def measure(model):
+        steps, cache = [], None
+        with torch.no_grad():
+            for begin, end in ((0, 7), (7, 18), *((t, t + 1) for t in range(18, 24))):
+                out = model(
+                    ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, output_surprise=True
+                )
+                cache = out.past_key_values
+                steps += [out.logits[mask[:, begin:end].bool()], *out.surprise]
+        return steps
+
+    both(name, measure)
+
+
+def case_each_kernel_is_used(monkeypatch):
+    """A prompt and a token of a TNT go through all four."""
+    used = set()
+
+    def follow(holder, name: str):
+        kernel = getattr(holder, name)
+        monkeypatch.setattr(holder, name, lambda *args: used.add((holder, name)) or kernel(*args))
+
+    kernels = [(scan, "apply") for scan in (TritonGlobal, TritonScan, TritonProjection)] + [(branch_tnt, "token_step")]
+    for kernel in kernels:
+        follow(*kernel)
+    model = tiny_model(torch.float32, **SHAPE, memory_implementation="triton")
+    with torch.no_grad():
+        cache = model(torch.ones(1, 9, dtype=torch.long)).past_key_values
+        assert used == set(kernels[:3])
+        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    assert used == set(kernels)
