@@ -51,7 +51,8 @@ ARROWS = {
     },
     "projection_tnt": {"grid_tnt", "inputs_tnt", "kernels_tnt", "kernels_projection_tnt"},
     "kernels_projection_tnt": {"kernels_parts_tnt"},
-    "kernels_global_tnt": {"kernels_parts_tnt"},
+    "kernels_chunk_tnt": {"kernels_parts_tnt"},
+    "kernels_global_tnt": {"kernels_parts_tnt", "kernels_chunk_tnt"},
     "kernels_decode_tnt": {"kernels_parts_tnt"},
     "memory_tnt": {
         "step_tnt",
