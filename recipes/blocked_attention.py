@@ -29,6 +29,44 @@ def _bias(queries: int, keys: int, window: int | None, dtype: torch.dtype) -> Te
     return torch.zeros(queries, keys, dtype=dtype).masked_fill(~seen, -torch.inf)
 
 
+class _Blocks(torch.autograd.Function):
+    """softmax(q k^T + bias) v block by block, q, k, v `[B H, T, D]`. By hand because autograd's gradient of a slice is
+    as long as the row, of every block; probabilities are computed again, so memory is linear in T too."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, window):
+        ctx.save_for_backward(q, k, v)
+        ctx.window, out = window, torch.empty_like(v)
+        for rows, keys, probabilities in _Blocks.blocks(q, k, window):
+            out[:, rows] = probabilities.to(v.dtype) @ v[:, keys]
+        return out
+
+    @staticmethod
+    def blocks(q, k, window):
+        """Of every block: which queries, which keys, and the probabilities."""
+        T, k = q.shape[1], k.transpose(1, 2)
+        for start in range(0, T, BLOCK):
+            stop, first = min(start + BLOCK, T), 0 if window is None else max(0, start - window + 1)
+            bias = _bias(stop - start, stop - first, window, q.dtype)
+            scores = torch.baddbmm(bias, q[:, start:stop], k[:, :, first:stop])
+            yield slice(start, stop), slice(first, stop), torch.softmax(scores, -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):
+        q, k, v = ctx.saved_tensors
+        d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
+        for rows, keys, probabilities in _Blocks.blocks(q, k, ctx.window):
+            d = d_out[:, rows]
+            d_v[:, keys] += probabilities.to(v.dtype).mT @ d
+            d_scores = torch.ops.aten._softmax_backward_data(
+                (d @ v[:, keys].mT).to(q.dtype), probabilities, -1, probabilities.dtype
+            )
+            d_q[:, rows] = d_scores @ k[:, keys]
+            d_k[:, keys] += d_scores.mT @ q[:, rows]
+        return d_q, d_k, d_v, None
+
+
 def blocked_causal_attention(
     module: Any,
     query: Tensor,
@@ -63,13 +101,7 @@ def blocked_causal_attention(
         )
     q = (query * (D**-0.5 if scaling is None else scaling)).flatten(0, 1)
     k, v = (x.repeat_interleave(H // x.shape[1], 1).flatten(0, 1) for x in (key, value))
-    k, parts = k.transpose(1, 2), []
-    for start in range(0, T, BLOCK):
-        stop, first = min(start + BLOCK, T), 0 if sliding_window is None else max(0, start - sliding_window + 1)
-        bias = _bias(stop - start, stop - first, sliding_window, q.dtype)
-        scores = torch.baddbmm(bias, q[:, start:stop], k[:, :, first:stop])
-        parts.append(torch.softmax(scores, -1).to(v.dtype) @ v[:, first:stop])
-    return torch.cat(parts, 1).unflatten(0, (B, H)).transpose(1, 2), None
+    return _Blocks.apply(q, k, v, sliding_window).unflatten(0, (B, H)).transpose(1, 2), None
 
 
 def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
