@@ -48,20 +48,32 @@ class Coef(NamedTuple):
         )
 
 
-def _products(x: Tensor) -> Tensor:
-    """[..., C] -> [..., C, C+1]: entry (t, j) is the product of x_j..x_t, 1 at j = t + 1 and 0 beyond. No logarithm,
-    so x = 0 is exact."""
-    C = x.shape[-1]
-    t, j = torch.arange(C, device=x.device)[:, None], torch.arange(C + 1, device=x.device)
-    chain = torch.where(t >= j, x[..., :, None], 1.0).cumprod(-2)
-    return chain * (t >= j - 1)
+def _rows(theta: Tensor, mu: Tensor | None, keep: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What W_t and S_t, t = 0..C, are made of: rows `[C + 1, P, 2 + C]` of the factors of W_0, S_0 and every -g_i, by
+    the recurrence itself: N_t = mu_t N_{t-1} + theta_t e_t, c_t = (1 - alpha_t) c_{t-1} + N_t. No logarithm and no
+    division, so mu = 0 and alpha = 1 are exact."""
+    P, C = theta.shape
+    c, N = theta.new_empty(C + 1, P, 2 + C), theta.new_zeros(C + 1, P, 2 + C)
+    c[0] = 0.0
+    c[0, :, 0] = N[0, :, 1] = 1.0
+    token = torch.arange(C, device=theta.device)
+    N[token + 1, :, token + 2] = theta.t()
+    mu, keep, present = map(_by_token, (mu, keep, present))
+    rows_c, rows_N = c.unbind(0), N.unbind(0)
+    for t in range(C):
+        if mu is not None:
+            rows_N[t + 1].addcmul_(rows_N[t], mu[t])
+        step = rows_N[t + 1] if present is None else rows_N[t + 1] * present[t]
+        if keep is None:
+            torch.add(rows_c[t], step, out=rows_c[t + 1])
+        else:
+            torch.addcmul(step, rows_c[t], keep[t], out=rows_c[t + 1])
+    return c, N
 
 
-def _products_backward(chain: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of `_products` with respect to x, without dividing by x."""
-    before = F.pad(chain[..., :-1, :], (0, 0, 1, 0))
-    before[..., 0, 0] = 1.0
-    return ((chain[..., 1:].transpose(-1, -2) @ grad) * before).sum(-1)
+def _by_token(x: Tensor | None) -> list[Tensor] | None:
+    """[P, C] -> C tensors [P, 1]."""
+    return None if x is None else list(x.t().contiguous()[..., None].unbind(0))
 
 
 class _AllRows(torch.autograd.Function):
@@ -71,40 +83,34 @@ class _AllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, theta, mu, keep, present):
         ctx.save_for_backward(theta, mu, keep, present)
-        momentum, survive, scaled = _AllRows.terms(theta, mu, keep)
-        E = survive[..., 1:] @ (scaled if present is None else scaled * present[..., None])
-        D = E[..., 0].contiguous()
-        return (
-            E[..., 1:].contiguous(),
-            survive[..., 0].contiguous(),
-            D,
-            scaled[..., -1, 1:].clone(),
-            scaled[..., -1, 0].clone(),
-        )
-
-    @staticmethod
-    def terms(theta, mu, keep):
-        momentum = _products(torch.zeros_like(theta) if mu is None else mu)
-        survive = _products(torch.ones_like(theta) if keep is None else keep)
-        return momentum, survive, momentum * F.pad(theta, (1, 0), value=1.0)[..., None, :]
+        c, N = _rows(theta, mu, keep, present)
+        A, D, c = (x.transpose(0, 1).contiguous() for x in (c[1:, :, 0], c[1:, :, 1], c[1:, :, 2:]))
+        return c, A, D, N[-1, :, 2:].clone(), N[-1, :, 1].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dc, dA, dD, ds_end, dm_end):
         theta, mu, keep, present = ctx.saved_tensors
-        momentum, survive, scaled = _AllRows.terms(theta, mu, keep)
-        dE = torch.cat([dD[..., None], dc], -1)
-        d_scaled = survive[..., 1:].transpose(-1, -2) @ dE
-        if present is not None:
-            d_scaled = d_scaled * present[..., None]
-            scaled = scaled * present[..., None]
-        d_survive = torch.cat([dA[..., None], dE @ scaled.transpose(-1, -2)], -1)
-        d_scaled[..., -1, :] += torch.cat([dm_end[..., None], ds_end], -1)
-        d_theta = (d_scaled * momentum).sum(-2)[..., 1:]
-        d_momentum = d_scaled * F.pad(theta, (1, 0), value=1.0)[..., None, :]
-        d_mu = None if mu is None else _products_backward(momentum, d_momentum)
-        d_keep = None if keep is None else _products_backward(survive, d_survive)
-        return d_theta, d_mu, d_keep, None
+        c, N = _rows(theta, mu, keep, present)
+        d_c = torch.cat([dA[..., None], dD[..., None], dc], -1).transpose(0, 1).contiguous()
+        _carry_back(d_c, keep)
+        d_N = d_c.clone() if present is None else d_c * present.t()[..., None]
+        d_N[-1, :, 1:] += torch.cat([dm_end[:, None], ds_end], -1)
+        d_mu = d_keep = None
+        if mu is not None:
+            _carry_back(d_N, mu)
+            d_mu = (d_N * N[:-1]).sum(-1).t()
+        if keep is not None:
+            d_keep = (d_c * c[:-1]).sum(-1).t()
+        token = torch.arange(theta.shape[1], device=theta.device)
+        return d_N[token, :, token + 2].t(), d_mu, d_keep, None
+
+
+def _carry_back(grad: Tensor, factor: Tensor | None) -> None:
+    """grad_t += factor_{t+1} grad_{t+1} from the last token to the first, `[C, P, n]`; no factor is 1."""
+    rows, factor = grad.unbind(0), _by_token(factor)
+    for t in range(len(rows) - 2, -1, -1):
+        rows[t].add_(rows[t + 1]) if factor is None else rows[t].addcmul_(rows[t + 1], factor[t + 1])
 
 
 def _last_row(theta: Tensor, mu: Tensor | None, keep: Tensor | None, present: Tensor | None):
