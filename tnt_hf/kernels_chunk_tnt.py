@@ -5,13 +5,15 @@ Axis legend
     L layers (1 or 2)   K key, E hidden, V value width (a single layer has E = V)
     a program of the kernels: one chunk and one of its splits, which runs through `tiles` tiles of BR rows
 
+`advance` and `retreat` go from one chunk's state to the next one's, and back, for one layer of `size` weights.
+
 Operands are in DT (bf16 or fp32), sums and all else in float32. The gradient bound multiplies c_i and s_i by
 r_i = min(1, bound / |g_i|), |g_i|^2 = sum_l |a_{l-1,i}|^2 |delta_{l,i}|^2. Travels with every pushed checkpoint.
 """
 
 from __future__ import annotations
 
-from .kernels_parts_tnt import curve, dot, jit, load, phi, slope, standardise, store, through_standardise, tl
+from .kernels_parts_tnt import curve, dot, jit, load, only, phi, slope, standardise, store, through_standardise, tl
 
 
 @jit
@@ -292,3 +294,80 @@ def write_reverse(
     if NORM:
         tl.store(d_gain + part * V + y, d_G)
         tl.store(d_bias + part * V + y, d_B)
+
+
+@jit
+def shares_of(shares, p, at, splits, size: tl.constexpr):
+    """The sum of a program's shares, always in the same order."""
+    total = tl.load(shares + p * splits * size + at)
+    for i in range(1, splits):
+        total += tl.load(shares + (p * splits + i) * size + at)
+    return total
+
+
+@jit
+def advance(
+    w, s, target, sums, sums_S, A, D, m, next_w, next_s, splits, rest, size: tl.constexpr, BLOCK: tl.constexpr,
+    FORGET: tl.constexpr, MOMENTUM: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """The state behind a chunk, in place and, for the first `rest` programs, where the next chunk keeps it (next_s: if
+    KEPT). A, D, m `[P]`."""
+    p, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    W = tl.load(w + p * size + at)
+    if FORGET != "none":
+        keep = tl.load(A + p)
+        W *= keep
+        if FORGET == "init":
+            W += (1 - keep) * tl.load(target + p * size + at)
+    if MOMENTUM:
+        S = tl.load(s + p * size + at)
+        W += tl.load(D + p) * S
+        S = tl.load(m + p) * S - shares_of(sums_S, p, at, splits, size)
+        tl.store(s + p * size + at, S)
+        if KEPT:
+            tl.store(next_s + p * size + at, S, mask=only(at, p < rest))
+    W -= shares_of(sums, p, at, splits, size)
+    tl.store(w + p * size + at, W)
+    tl.store(next_w + p * size + at, W, mask=only(at, p < rest))
+
+
+@jit
+def retreat(
+    d_w, d_s, d_start, d_target, w, s, target, reads, writes, A, D, m, d_A, d_D, d_m, read_splits, write_splits,
+    written, size: tl.constexpr, BLOCK: tl.constexpr, FORGET: tl.constexpr, MOMENTUM: tl.constexpr,
+):  # fmt: skip
+    """The gradients d_w, d_s of the state before a chunk from those behind it, in place: through the update (the first
+    `written` programs'), and the shares of its reads and writes in d_start, which may be d_w. Adds to d_target, d_A,
+    d_D and d_m."""
+    p = tl.program_id(0).to(tl.int64)
+    A_dots, D_dots, m_dots = (
+        tl.zeros([BLOCK], tl.float32),
+        tl.zeros([BLOCK], tl.float32),
+        tl.zeros([BLOCK], tl.float32),
+    )
+    for i in range(size // BLOCK):
+        at = i * BLOCK + tl.arange(0, BLOCK)
+        here = p * size + at
+        dw = tl.load(d_w + here)
+        if MOMENTUM:
+            S, ds = tl.load(s + here), tl.load(d_s + here)
+            D_dots += dw * S
+            m_dots += ds * S
+            tl.store(d_s + here, tl.load(m + p) * ds + tl.load(D + p) * dw)
+        if FORGET != "none":
+            keep, moved = tl.load(A + p), tl.load(w + here)
+            if FORGET == "init":
+                moved -= tl.load(target + here)
+                tl.store(d_target + here, tl.load(d_target + here) + (1 - keep) * dw)
+            A_dots += dw * moved
+            dw *= keep
+            tl.store(d_w + here, dw)
+        pull = shares_of(reads, p, at, read_splits, size)
+        if p < written:
+            pull += shares_of(writes, p, at, write_splits, size)
+        tl.store(d_start + here, tl.load(d_start + here) + pull)
+    if MOMENTUM:
+        tl.store(d_D + p, tl.load(d_D + p) + tl.sum(D_dots, 0))
+        tl.store(d_m + p, tl.load(d_m + p) + tl.sum(m_dots, 0))
+    if FORGET != "none":
+        tl.store(d_A + p, tl.load(d_A + p) + tl.sum(A_dots, 0))

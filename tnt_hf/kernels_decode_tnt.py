@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels_parts_tnt import jit, phi, slope, tl, unavailable
+from .kernels_parts_tnt import jit, only, phi, slope, tl, unavailable
 
 
 ELEMENTS = 4096  # of a tile, or of its products with all query heads
@@ -35,12 +35,6 @@ def through(z, L: tl.constexpr, ACT: tl.constexpr):
         return phi(z, ACT)
     else:
         return z
-
-
-@jit
-def only(at, flag):
-    """The mask of a whole tile (a scalar as a mask is none for the interpreter)."""
-    return at < (flag.to(tl.int64) << 62)
 
 
 @jit

@@ -22,14 +22,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels_chunk_tnt import read, read_reverse, write_reverse, write_sums
+from .kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
 from .kernels_parts_tnt import operand, rows_of_tile, unavailable
 
 
 PROGRAMS = 264  # to be had by splitting chunks, where there are fewer: two for every processor of an H200
 # Operands of one head's weights: what shared memory holds, with their gradients and a momentum's in the backward.
 MOST_BYTES = 32 << 10
-# Rows of a tile, at most: more do not fit in registers; the second where weights take over MOST_BYTES / 2.
+# Rows of a tile, at most: more do not fit in registers. The second number is for weights of over MOST_BYTES / 2 and
+# with a LayerNorm.
 READ_ROWS, READ_REVERSE_ROWS, WRITE_ROWS = (64, 64), (64, 32), (64, 32)
 WRITE_REVERSE_ROWS, WRITE_REVERSE_ROWS_MOMENTUM = (32, 16), (16, 16)
 
@@ -56,45 +57,35 @@ class TritonGlobal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, depth, q, k, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
         (W0, xi, S0, target), norm = _layers(states, depth), None if gain is None else (gain, bias)
-        kernels, train = _Chunks(plan, q, k, v, W0, norm), any(ctx.needs_input_grad)
-        weight = (theta if c is None else c[:, -1]).contiguous()
-        s_end = None if s_end is None else s_end.contiguous()
-        W, S = [w.clone() for w in W0], None
-        if s_end is not None:
-            S = [torch.zeros_like(w) for w in W] if S0 is None else [s.clone() for s in S0]
-        starts, momenta = kernels.blank(W), kernels.blank(W) if train and S is not None else []
+        ends, train = _Ends.of(theta, c, A, D, s_end, m_end), any(ctx.needs_input_grad)
+        chunks = _Chunks(plan, q, k, v, ends, W0, target, norm)
+        W, S = [_own(w) for w in W0], None
+        if ends.s is not None:
+            S = _zeros(W) if S0 is None else [_own(s) for s in S0]
+        starts, momenta = chunks.blank(W), chunks.blank(W) if train and S is not None else None
+        for kept, state in ((starts, xi if plan.carried else W), (momenta, S)):
+            for x, y in zip(kept or (), state or ()):
+                x[: plan.counts[0]] = y
         xi_end = [torch.empty_like(w) for w in W]
-        loss = torch.zeros_like(weight) if plan.keep_loss else None
+        loss = torch.zeros_like(ends.weight) if plan.keep_loss else None
         for j, (n, first) in enumerate(zip(plan.counts, plan.starts)):
-            rest, here = _after(plan, j), slice(first, first + n)
-            for i, w in enumerate(xi if plan.carried and j == 0 else W):
-                starts[i][here] = w[:n]
-                xi_end[i][rest:n] = w[rest:n]
-            for x, s in zip(momenta, S or ()):
-                x[here] = s[:n]
-            n = n if plan.keep_state or plan.keep_loss else rest
-            if n == 0:
-                break
-            here = slice(first, first + n)
-            sums, sums_S = kernels.sums(here, starts, weight, s_end, loss)
-            for i in range(depth):
-                w, s = W[i][:n], None if S is None else S[i][:n]
-                if A is not None:
-                    keep = A[here, -1, None, None]
-                    w.mul_(keep) if target is None else torch.lerp(target[i][:n], w, keep, out=w)
-                if s is not None:
-                    w.addcmul_(D[here, -1, None, None], s)
-                    s.mul_(m_end[here, None, None]).sub_(sums_S[i].sum(1))
-                w.sub_(sums[i].sum(1))
+            rest = _after(plan, j)
+            if plan.keep_state and rest < n:
+                for x, start in zip(xi_end, starts):
+                    x[rest:n] = start[first + rest : first + n]
+            if n := n if plan.keep_state or plan.keep_loss else rest:
+                then = plan.starts[j + 1] if rest else first
+                chunks.advance(slice(first, first + n), slice(then, then + n), rest, W, S, starts, momenta, loss)
         if train:
-            ctx.save_for_backward(q, k, v, theta, c, A, D, s_end, m_end, gain, bias, *states, *starts, *momenta)
+            kept = (*starts, *(momenta or ()))
+            ctx.save_for_backward(q, k, v, theta, c, A, D, s_end, m_end, gain, bias, *states, *kept)
         ctx.plan, ctx.depth = plan, depth
         if loss is not None:
             ctx.mark_non_differentiable(loss)
         final = [None] * (3 * depth)
         if plan.keep_state:
             final = [*W, *_full(plan, W, xi_end), *(S or [None] * depth)]
-        return kernels.read(starts), loss, *final
+        return chunks.read(starts), loss, *final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -102,75 +93,85 @@ class TritonGlobal(torch.autograd.Function):
         plan, L = ctx.plan, ctx.depth
         q, k, v, *coef = ctx.saved_tensors[:9]
         (gain, bias), rest = ctx.saved_tensors[9:11], ctx.saved_tensors[11:]
-        (W0, _, S0, target), starts, momenta = _layers(rest, L), rest[4 * L : 5 * L], rest[5 * L :]
-        theta, c, A, D, s_end, m_end = coef
-        d_theta, d_c, d_A, d_D, d_s, d_m = (None if x is None else torch.zeros_like(x) for x in coef)
-        norm = None if gain is None else (gain, bias)
-        kernels = _Chunks(plan, q, k, v, W0, norm)
-        d_k, d_v = torch.zeros_like(kernels.k), torch.zeros_like(kernels.v)
-        weight = (theta if c is None else c[:, -1]).contiguous()
-        d_weight = torch.zeros_like(weight)
-        d_target = None if target is None else [torch.zeros_like(x) for x in target]
-        d_norm = None if norm is None else [torch.zeros_like(x) for x in norm]
-        d_q, read_shares, norm_shares = kernels.read_reverse(starts, d_o.to(q.dtype).contiguous())
-
-        # the gradients of all programs' states behind the chunk that comes next; at first, of the final ones
-        def zeros(wanted=True):
-            return [torch.zeros_like(w) for w in W0] if wanted else None
-
-        d_W, d_S, d_xi, d_end = zeros(), zeros(s_end is not None), zeros(plan.carried), zeros()
+        (W0, xi, S0, target), starts, momenta = _layers(rest, L), rest[4 * L : 5 * L], rest[5 * L :]
+        norm, ends = None if gain is None else (gain, bias), _Ends.of(*coef)
+        chunks = _Chunks(plan, q, k, v, ends, W0, target, norm)
+        d_q, reads, norm_reads = chunks.read_reverse(starts, d_o.to(q.dtype).contiguous())
+        # W and S: of all programs' states behind the chunk that comes next; at first, of the final ones
+        d = _Gradients(
+            _zeros(W0), _zeros(W0 if momenta else None), _zeros(xi), _zeros(target), *_zeros((k, v)),
+            _Ends(*_zeros(ends)),
+        )  # fmt: skip
+        d_norm, d_end = _zeros(norm), None
         if plan.keep_state:
             last = d_final[L : 2 * L]
-            d_W = [x + y for x, y in zip(d_final, _full(plan, last, d_end))]
-            d_end = _full(plan, d_end, last)
-            d_S = d_S and [x.clone() for x in d_final[2 * L :]]
+            d_end = None if plan.full is True else _full(plan, _zeros(W0), last)
+            for to, x, y in zip(d.W, d_final, _full(plan, last, _zeros(W0))):
+                torch.add(x, y, out=to)
+            for to, x in zip(d.S or (), d_final[2 * L :]):
+                to.copy_(x)
         for j, n, first in reversed(list(zip(range(len(plan.counts)), plan.counts, plan.starts))):
-            rest, carried = _after(plan, j), plan.carried and j == 0
+            here, rest, carried = slice(first, first + n), _after(plan, j), plan.carried and j == 0
             written = n if plan.keep_state else rest
-            here, to = slice(first, first + written), d_xi if carried else d_W
-            shares, shares_norm = kernels.sums_reverse(here, starts, weight, s_end, d_W, d_S, d_k, d_v, d_weight, d_s)
-            for i in range(L):
-                dw = d_W[i][:written]
-                if s_end is not None:
-                    ds, S = d_S[i][:written], momenta[i][here]
-                    d_D[here, -1] += (dw * S).sum((1, 2))
-                    d_m[here] += (ds * S).sum((1, 2))
-                    ds.mul_(m_end[here, None, None]).addcmul_(D[here, -1, None, None], dw)
-                if A is not None:
-                    keep, moved = A[here, -1, None, None], (W0[i][:written] if carried else starts[i][here])
-                    if target is not None:
-                        moved = moved - target[i][:written]
-                        d_target[i][:written].addcmul_(1 - keep, dw)
-                    d_A[here, -1] += (dw * moved).sum((1, 2))
-                    dw.mul_(keep)
-                to[i][:n] += read_shares[i][first : first + n].sum(1)
-                to[i][rest:n] += d_end[i][rest:n]
-                to[i][:written] += shares[i].sum(1)
-            for d, reads, writes in zip(d_norm or (), norm_shares, shares_norm):
-                d[:n, 0] += reads[first : first + n].sum(1)
-                d[:written, 0] += writes.sum(1)
-        (d_theta if c is None else d_c[:, -1]).copy_(d_weight)
-        none = [None] * L
-        d_coef, d_S = (d_theta, d_c, d_A, d_D, d_s, d_m), none if S0 is None else d_S
-        return (
-            None,
-            None,
-            d_q,
-            d_k,
-            d_v,
-            *d_coef,
-            *(d_norm or (None, None)),
-            *d_W,
-            *(d_xi or none),
-            *d_S,
-            *(d_target or none),
-        )
+            before = W0 if carried else [x[here] for x in starts]
+            norm_writes = chunks.retreat(here, written, starts, before, momenta, reads, d, d.xi if carried else d.W)
+            if d_end is not None and rest < n:
+                for x, y in zip(d.xi if carried else d.W, d_end):
+                    x[rest:n] += y[rest:n]
+            for x, y, z in zip(d_norm or (), norm_reads, norm_writes):
+                x[:n, 0] += y[here].sum(1)
+                x[:written, 0] += z.sum(1)
+        theta, c, A, D, *_ = coef
+        d_theta, d_c = (d.ends.weight, None) if c is None else (torch.zeros_like(theta), d.ends.weight[:, None])
+        d_A, d_D = (x if x is None else x[:, None] for x in (d.ends.A, d.ends.D))
+        d_coef, none = (d_theta, d_c, d_A, d_D, d.ends.s, d.ends.m), [None] * L
+        d_states = *d.W, *(d.xi or none), *(none if S0 is None else d.S), *(d.target or none)
+        return None, None, d_q, d.k, d.v, *d_coef, *(d_norm or (None, None)), *d_states
+
+
+class _Ends(NamedTuple):
+    """The coefficients at the chunks' ends: c_i and s_i `[N, C]`, A, D and m `[N]` (`None` where there is none)."""
+
+    weight: Tensor
+    A: Tensor | None
+    D: Tensor | None
+    s: Tensor | None
+    m: Tensor | None
+
+    @classmethod
+    def of(cls, theta, c, A, D, s_end, m_end):
+        A, D = (None if x is None else x[:, -1] for x in (A, D))
+        each = theta if c is None else c[:, -1], A, D, s_end, m_end
+        return cls(*(None if x is None else x.contiguous() for x in each))
+
+
+class _Gradients(NamedTuple):
+    """What the backward fills in: of the state behind a chunk, and of all chunks' inputs."""
+
+    W: list[Tensor]
+    S: list[Tensor] | None
+    xi: list[Tensor] | None
+    target: list[Tensor] | None
+    k: Tensor
+    v: Tensor
+    ends: _Ends
 
 
 def _layers(states, depth: int) -> list[list[Tensor] | None]:
     """A flat tuple of W, W_xi, S and target as lists, `None` for one that is absent."""
     kinds = (states[i * depth : (i + 1) * depth] for i in range(4))
-    return [None if x[0] is None else list(x) for x in kinds]
+    return [None if x[0] is None else [y.contiguous() for y in x] for x in kinds]
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _zeros(like) -> list[Tensor | None] | None:
+    """Contiguous zeros; `None` for `None`."""
+    if like is None:
+        return None
+    return [None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in like]
 
 
 def _after(plan, j: int) -> int:
@@ -182,7 +183,7 @@ def _full(plan, yes, no) -> list[Tensor]:
     """`yes` in programs whose last chunk is complete, `no` in the others."""
     if isinstance(plan.full, Tensor):
         return [torch.where(plan.full[:, None, None], x, y) for x, y in zip(yes, no)]
-    return [x.clone() for x in (yes if plan.full else no)]
+    return [_own(x) for x in (yes if plan.full else no)]
 
 
 class Shape(NamedTuple):
@@ -202,20 +203,22 @@ def spread(rows: int, chunks: int, most: int) -> Shape:
 
 
 class _Chunks:
-    """The four kernels with all that is the same for every chunk. A pointer that a kernel does not look at (of a
-    second layer, a LayerNorm, a momentum, a loss) is any tensor."""
+    """The kernels with all that is the same for every chunk. A pointer that a kernel does not look at (of a second
+    layer, a LayerNorm, a momentum, a target, a loss) is any tensor."""
 
-    def __init__(self, plan, q: Tensor, k: Tensor, v: Tensor, W: list[Tensor], norm):
-        self.q, self.k, self.v, self.W = q.contiguous(), k.contiguous(), v.contiguous(), W
-        self.used = sum(plan.counts) == len(q)
+    def __init__(self, plan, q: Tensor, k: Tensor, v: Tensor, ends: _Ends, W: list[Tensor], target, norm):
+        self.q, self.k, self.v, self.ends, self.W = q.contiguous(), k.contiguous(), v.contiguous(), ends, W
+        self.used, self.target = sum(plan.counts) == len(q), target or W
         bound = getattr(plan, "bound", None)
         self.bound, self.eps = bound or 0.0, plan.net.eps
-        self.sides = {
+        self.net = {
             "K": q.shape[2], "E": W[0].shape[2], "V": v.shape[2], "L": len(W), "ACT": plan.net.activation,
             "RESIDUAL": plan.net.residual, "NORM": norm is not None, "DT": operand(q.dtype),
         }  # fmt: skip
-        self.bounded = bound is not None
-        self.large = 2 * _operand_bytes(q, W) > MOST_BYTES  # which of the tiles' rows
+        self.gates = {"MOMENTUM": ends.s is not None, "BOUND": bound is not None}
+        forget = "none" if ends.A is None else "zero" if target is None else "init"
+        self.state = {"FORGET": forget, "MOMENTUM": ends.s is not None}
+        self.large = norm is not None or 2 * _operand_bytes(q, W) > MOST_BYTES  # which of the tiles' rows
         self.norm = self.spread_norm = W[:1] * 2
         if norm is not None:
             self.norm, self.spread_norm = [x[:, 0].contiguous() for x in norm], self.blank([x[:, 0] for x in norm])
@@ -230,14 +233,20 @@ class _Chunks:
     def _shares(self, chunks: int, splits: int) -> tuple[list[Tensor], list[Tensor]]:
         """Room for the splits' shares of sums over tokens: of weights, and of the LayerNorm's two vectors."""
         weights = [w.new_empty(chunks, splits, *w.shape[1:]) for w in self.W]
-        return weights, [x.new_empty(chunks, splits, *x.shape[1:]) for x in self.norm] if self.sides["NORM"] else []
+        return weights, [x.new_empty(chunks, splits, *x.shape[1:]) for x in self.norm] if self.net["NORM"] else []
+
+    def _gates(self, here: slice, size: int) -> tuple[list[Tensor], dict]:
+        """A, D, m of one chunk's programs, and the options of a kernel of a layer of `size` weights."""
+        _, A, D, _, m = self.ends
+        each = [self.ends.weight if x is None else x[here] for x in (A, D, m)]
+        return each, {"size": size, "BLOCK": min(size, 1024), **self.state}
 
     def read(self, starts: list[Tensor]) -> Tensor:
         """f(W, q) of all chunks, `[N, C G, V]`."""
         N, R, _ = self.q.shape
-        shape, o = spread(R, N, READ_ROWS[self.large]), self.q.new_empty(N, R, self.sides["V"])
+        shape, o = spread(R, N, READ_ROWS[self.large]), self.q.new_empty(N, R, self.net["V"])
         read[(N, shape.splits)](
-            self.q, starts[0], starts[-1], *self.spread_norm, o, self.eps, R, shape.tiles, BR=shape.rows, **self.sides,
+            self.q, starts[0], starts[-1], *self.spread_norm, o, self.eps, R, shape.tiles, BR=shape.rows, **self.net,
             num_warps=4,
         )  # fmt: skip
         return o
@@ -249,37 +258,49 @@ class _Chunks:
         shares, norm = self._shares(N, shape.splits)
         read_reverse[(N, shape.splits)](
             self.q, starts[0], starts[-1], self.spread_norm[0], d_o, d_q, shares[0], shares[-1],
-            *(norm or self.norm), self.eps, R, shape.tiles, BR=shape.rows, **self.sides, num_warps=8,
+            *(norm or self.norm), self.eps, R, shape.tiles, BR=shape.rows, **self.net, num_warps=8,
         )  # fmt: skip
         return d_q, shares, norm
 
-    def sums(self, here: slice, starts: list[Tensor], weight: Tensor, s_end: Tensor | None, loss: Tensor | None):
-        """The shares of sum c_i g_i and of sum s_i g_i in the programs of one chunk; fills `loss`."""
-        n, C = here.stop - here.start, self.k.shape[1]
-        shape = spread(C, n, WRITE_ROWS[self.large])
-        shares, _ = self._shares(n, shape.splits)
-        shares_S = shares if s_end is None else self._shares(n, shape.splits)[0]
+    def advance(self, here: slice, then: slice, rest: int, W, S, starts, momenta, loss) -> None:
+        """W and S behind the chunk at `here` (in place), which the first `rest` programs' next chunks start from."""
+        n, C, weight = here.stop - here.start, self.k.shape[1], self.ends.weight
+        shape, s = spread(C, n, WRITE_ROWS[self.large]), weight if S is None else self.ends.s
+        shares = self._shares(n, shape.splits)[0]
+        shares_S = shares if S is None else self._shares(n, shape.splits)[0]
         write_sums[(n, shape.splits)](
-            self.k[here], self.v[here], starts[0][here], starts[-1][here], *self.norm, weight[here],
-            (weight if s_end is None else s_end)[here], (weight if loss is None else loss)[here], shares[0],
-            shares[-1], shares_S[0], shares_S[-1], self.eps, self.bound, C, shape.tiles, BR=shape.rows,
-            MOMENTUM=s_end is not None, BOUND=self.bounded, LOSS=loss is not None, **self.sides, num_warps=8,
+            self.k[here], self.v[here], starts[0][here], starts[-1][here], *self.norm, weight[here], s[here],
+            (weight if loss is None else loss)[here], shares[0], shares[-1], shares_S[0], shares_S[-1], self.eps,
+            self.bound, C, shape.tiles, BR=shape.rows, LOSS=loss is not None, **self.gates, **self.net, num_warps=8,
         )  # fmt: skip
-        return shares, shares_S
+        for i, w in enumerate(W):
+            gates, options = self._gates(here, w[0].numel())
+            advance[(n, options["size"] // options["BLOCK"])](
+                w, (S or W)[i], self.target[i], shares[i], shares_S[i], *gates, starts[i][then],
+                (momenta or starts)[i][then], shape.splits, rest, KEPT=momenta is not None, **options, num_warps=4,
+            )  # fmt: skip
 
-    def sums_reverse(self, here: slice, starts, weight, s_end, d_W, d_S, d_k, d_v, d_weight, d_s):
-        """The shares of the gradients of weights and LayerNorm, given d_W and d_S behind the chunk; fills the rest."""
-        n, C = here.stop - here.start, self.k.shape[1]
-        if n == 0:
-            return self._shares(0, 1)
-        rows = WRITE_REVERSE_ROWS if s_end is None else WRITE_REVERSE_ROWS_MOMENTUM
-        shape = spread(C, n, rows[self.large])
-        s, d_s, d_S = (weight, d_weight, d_W) if s_end is None else (s_end, d_s, d_S)
-        shares, norm = self._shares(n, shape.splits)
-        write_reverse[(n, shape.splits)](
-            self.k[here], self.v[here], starts[0][here], starts[-1][here], *self.norm, weight[here], s[here], d_W[0],
-            d_W[-1], d_S[0], d_S[-1], d_k[here], d_v[here], d_weight[here], d_s[here], shares[0], shares[-1],
-            *(norm or self.norm), self.eps, self.bound, C, shape.tiles, BR=shape.rows, MOMENTUM=s_end is not None,
-            BOUND=self.bounded, **self.sides, num_warps=8,
-        )  # fmt: skip
-        return shares, norm
+    def retreat(self, here: slice, written: int, starts, before, momenta, reads, d: _Gradients, d_start):
+        """From the gradients d.W, d.S behind the chunk at `here` to those before it (in place), `before` and `momenta`
+        being the state there; only the first `written` programs wrote. Returns the LayerNorm's shares."""
+        n, C, (weight, d_weight) = here.stop - here.start, self.k.shape[1], (self.ends.weight, d.ends.weight)
+        rows = WRITE_REVERSE_ROWS_MOMENTUM if momenta else WRITE_REVERSE_ROWS
+        shape = spread(C, max(written, 1), rows[self.large])
+        shares, norm = self._shares(written, shape.splits)
+        s, d_s, d_S = (self.ends.s, d.ends.s, d.S) if momenta else (weight, d_weight, d.W)
+        if written:
+            write_reverse[(written, shape.splits)](
+                self.k[here], self.v[here], starts[0][here], starts[-1][here], *self.norm, weight[here], s[here],
+                d.W[0], d.W[-1], d_S[0], d_S[-1], d.k[here], d.v[here], d_weight[here], d_s[here], shares[0],
+                shares[-1], *(norm or self.norm), self.eps, self.bound, C, shape.tiles, BR=shape.rows, **self.gates,
+                **self.net, num_warps=8,
+            )  # fmt: skip
+        for i, dw in enumerate(d.W):
+            gates, options = self._gates(here, dw[0].numel())
+            to = [d_weight if x is None else x[here] for x in (d.ends.A, d.ends.D, d.ends.m)]
+            retreat[(n,)](
+                dw, d_S[i], d_start[i], (d.target or d.W)[i], before[i], (momenta or starts)[i][here], self.target[i],
+                reads[i][here], shares[i] if written else reads[i], *gates, *to, reads[i].shape[1], shape.splits,
+                written, **options, num_warps=4,
+            )  # fmt: skip
+        return norm

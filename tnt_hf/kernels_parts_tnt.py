@@ -81,6 +81,12 @@ def store(pointer, rows, inside, columns, value, WIDTH: tl.constexpr):
 
 
 @jit
+def only(at, flag):
+    """The mask of all of a tile, if `flag` (a scalar as a mask is none for the interpreter)."""
+    return at < (flag.to(tl.int64) << 62)
+
+
+@jit
 def phi(z, ACT: tl.constexpr):
     """The activation, SiLU or GELU."""
     if ACT == "silu":
