@@ -77,13 +77,12 @@ def local(
         ):  # fmt: skip
             absent |= set() if used else set(names.split())
         absent &= set(kernel.arg_names)
-        every = {"EVERY": 8} if kernel is forward_kernel else {}
         tokens = "*bf16" if operands == torch.bfloat16 else "*fp32"
         types = dict.fromkeys(("q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v"), tokens)
         types |= dict.fromkeys(("starts", "lengths"), "*i32")
-        types |= dict.fromkeys(("state_stride", "kept_stride", "first", "last"), "i32")
+        types |= dict.fromkeys(("state_stride", "kept_stride", "first", "last", "every"), "i32")
         types |= dict.fromkeys(("bound", "eps"), "fp32")
-        constants = {**shape.constants, **every, **dict.fromkeys(absent)}
+        constants = {**shape.constants, **dict.fromkeys(absent)}
         return measure(kernel, types, constants, shape.launch(kernel is reverse_kernel))
 
     return figures

@@ -166,13 +166,12 @@ def write_layer(
     return W - dot(key, end[:, None] * delta, DT, PREC), S
 
 
-@jit(do_not_specialize=["first", "last"])  # one compiled kernel for every length
+@jit(do_not_specialize=["first", "last", "every"])  # one compiled kernel for every length
 def forward_kernel(
     q, k, v, theta, c, A, D, s_end, m_end, gain, bias, state, x, target, starts, lengths, o, loss, end, x_end, kept,
-    state_stride, kept_stride, first, last, bound, eps, ROWS: tl.constexpr, BC: tl.constexpr, R: tl.constexpr,
+    state_stride, kept_stride, first, last, every, bound, eps, ROWS: tl.constexpr, BC: tl.constexpr, R: tl.constexpr,
     G: tl.constexpr, DK: tl.constexpr, DA: tl.constexpr, DV: tl.constexpr, DEPTH: tl.constexpr, NAME: tl.constexpr,
-    RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr, EVERY: tl.constexpr, DT: tl.constexpr,
-    PREC: tl.constexpr,
+    RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Blocks [first, last) of every program.
 
@@ -180,7 +179,7 @@ def forward_kernel(
     (starts[j // R] + p) R + j % R, and p has lengths[p] of them. gain, bias `[P, DV]`. `state` `[P, ...]` before the
     first block, x `[P, ...]` its W_xi if that is not W, `target` `[P, ...]`. Written if not `None`: o `[N, ROWS G,
     DV]`, the inner loss `[N, ROWS]`, the state after the last block, the W_xi of it, and to `kept` `[P, slots, ...]`
-    the state before every EVERY-th block.
+    the state before every `every`-th block.
     """
     H1: tl.constexpr = DK * DA if DEPTH == 2 else 0  # where the top layer's weights begin
     NW: tl.constexpr = H1 + DA * DV
@@ -214,9 +213,9 @@ def forward_kernel(
         shift = tl.load(bias + p * DV + tl.arange(0, DV))
     for j in range(first, tl.minimum(last, total)):
         block = (tl.load(starts + j // R) + p) * R + j % R
-        if EVERY > 0:
-            if (j - first) % EVERY == 0:
-                there = kept + p * kept_stride + (j - first) // EVERY * (2 * NW if MOMENTUM else NW)
+        if kept is not None:
+            if (j - first) % every == 0:
+                there = kept + p * kept_stride + (j - first) // every * (2 * NW if MOMENTUM else NW)
                 if DEPTH == 2:
                     tl.store(matrix(there, DK, DA), W1)
                 tl.store(matrix(there + H1, DA, DV), W2)

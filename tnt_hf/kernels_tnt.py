@@ -162,8 +162,10 @@ class Shape(NamedTuple):
         """The compiler's options: as many threads as keep the state, and backward its gradient, in registers."""
         half = self.operands == torch.bfloat16
         light = half and not reverse and self.floats <= 2 * 64 * 64 and self.rows <= 16
+        small = max(self.widths) <= 32  # no product has work for more
         # loads ahead of their use take shared memory, which large states need all of
-        return {"num_warps": 4 if light else 8, "num_stages": 2 if self.floats <= 4 * 64 * 64 else 1}
+        stages = 2 if self.floats <= 4 * 64 * 64 else 1
+        return {"num_warps": 2 if small else 4 if light else 8, "num_stages": stages}
 
 
 def triton_scan(plan: Plan, q, k, v, scalars, ln, target, xi, W, S):
@@ -284,5 +286,5 @@ def launch_forward(plan: Plan, shape: Shape, inputs: list, first: int, last: int
     with torch.cuda.device_of(inputs[0]):
         forward_kernel[(plan.counts[first // shape.blocks],)](
             *inputs, starts, lengths, *outputs, kept, inputs[11].stride(0), 0 if kept is None else kept.stride(0),
-            first, last, **shape.numbers, **shape.constants, EVERY=every, **shape.launch(False),
+            first, last, every, **shape.numbers, **shape.constants, **shape.launch(False),
         )  # fmt: skip
