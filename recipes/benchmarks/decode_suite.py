@@ -5,6 +5,8 @@ Llama are random numbers of as many tokens, for nothing in its speed depends on 
 library's default cache, which is copied as it grows, and with the static one, which is not. Every decoded token is a
 forward call of its own, and the memory goes on from turn to turn. In the row `flat` the shortest and the longest
 context take turns with each other.
+
+Axis legend: B batch   T tokens
 """
 
 import copy

@@ -2,6 +2,8 @@
 
 A step is forward, backward and the AdamW update, of a fixed number of tokens: longer rows are fewer. Where a row is
 longer than that, the step is one row. All contestants take turns at every length, after a check of each of them.
+
+Axis legend: B batch   T tokens
 """
 
 import contextlib
