@@ -83,7 +83,7 @@ def local(
         types |= dict.fromkeys(("state_stride", "kept_stride", "first", "last", "every"), "i32")
         types |= dict.fromkeys(("bound", "eps"), "fp32")
         constants = {**shape.constants, **dict.fromkeys(absent)}
-        return measure(kernel, types, constants, shape.launch(kernel is reverse_kernel))
+        return measure(kernel, types, constants, shape.launch(kernel is reverse_kernel, torch.device("cuda")))
 
     return figures
 

@@ -67,6 +67,10 @@ def unavailable(device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
         return f"there is no Triton on {device.type!r} (the CPU needs TRITON_INTERPRET=1)"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "the kernels were written for GPUs by NVIDIA"
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return "they need compute capability 8.0, bfloat16 and tf32"
     return None
 
 
@@ -79,7 +83,11 @@ def unsupported_scan(
         return reason
     floats = sum(w.shape[1] * w.shape[2] for w in weights)
     most = STATE_FLOATS if read == "current" else MOST_BYTES // (2 if operands == torch.bfloat16 else 4)
-    return f"a head's weights are {floats} numbers, and the kernels hold {most}" if floats > most else None
+    if floats > most:
+        return f"a head's weights are {floats} numbers, and the kernels hold {most}"
+    if read == "current" and 4 * floats > shared_memory(device):
+        return f"a head's weights take {4 * floats} bytes, and a program has {shared_memory(device)} on this GPU"
+    return None
 
 
 def unsupported_step(device: torch.device, dtype: torch.dtype, weights: list[Tensor]) -> str | None:
@@ -105,6 +113,14 @@ def unsupported_projection(device: torch.device, dtype: torch.dtype, width: int)
     if width not in WIDTHS:
         return f"keys have the width {width}, and the kernels one of {WIDTHS}"
     return None
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have; those of sm_90 where no GPU is."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 class Shape(NamedTuple):
@@ -158,13 +174,13 @@ class Shape(NamedTuple):
         """The last run-time arguments of both kernels."""
         return {"bound": self.bound or 0.0, "eps": float(self.net.eps)}
 
-    def launch(self, reverse: bool) -> dict:
+    def launch(self, reverse: bool, device: torch.device) -> dict:
         """The compiler's options: as many threads as keep the state, and backward its gradient, in registers."""
         half = self.operands == torch.bfloat16
         light = half and not reverse and self.floats <= 2 * 64 * 64 and self.rows <= 16
         small = max(self.widths) <= 32  # no product has work for more
         # loads ahead of their use take shared memory, which large states need all of
-        stages = 2 if self.floats <= 4 * 64 * 64 else 1
+        stages = 2 if self.floats <= 4 * 64 * 64 and shared_memory(device) >= 200 << 10 else 1
         return {"num_warps": 2 if small else 4 if light else 8, "num_stages": stages}
 
 
@@ -275,7 +291,8 @@ class TritonScan(torch.autograd.Function):
             with torch.cuda.device_of(q):
                 reverse_kernel[(plan.counts[first // shape.blocks],)](
                     *inputs[:11], x, target, starts, lengths, room, d_o, d_x_end, *d_tokens, *d_sums[:2], d_state, d_x,
-                    d_sums[2], room.stride(0), first, last, **shape.numbers, **shape.constants, **shape.launch(True),
+                    d_sums[2], room.stride(0), first, last, **shape.numbers, **shape.constants,
+                    **shape.launch(True, q.device),
                 )  # fmt: skip
         return None, None, *d_tokens, *d_sums[:2], d_state, d_x, d_sums[2]
 
@@ -286,5 +303,5 @@ def launch_forward(plan: Plan, shape: Shape, inputs: list, first: int, last: int
     with torch.cuda.device_of(inputs[0]):
         forward_kernel[(plan.counts[first // shape.blocks],)](
             *inputs, starts, lengths, *outputs, kept, inputs[11].stride(0), 0 if kept is None else kept.stride(0),
-            first, last, every, **shape.numbers, **shape.constants, **shape.launch(False),
+            first, last, every, **shape.numbers, **shape.constants, **shape.launch(False, inputs[0].device),
         )  # fmt: skip
