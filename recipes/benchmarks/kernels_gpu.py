@@ -25,7 +25,7 @@ CASES = {
     "C=16 m=1": {"chunk_size": 16},
     "C=16 m=1 linear": {"chunk_size": 16, "depth": 1},
     "C=16 m=1 bound": {"chunk_size": 16, "grad_bound": 1.0},
-    "C=16 m=1 LayerNorm residual": {"chunk_size": 16, "layernorm": True, "residual": True},
+    "C=16 m=1 LayerNorm": {"chunk_size": 16, "layernorm": True, "grad_bound": 1.0},
     "C=16 m=1 momentum forgetting": {"chunk_size": 16, "momentum": True, "decay": True},
     "C=16 m=2": {"chunk_size": 16, "expansion": 2},
     "C=8 m=1": {"chunk_size": 8},
