@@ -1,0 +1,139 @@
+"""Where the time of a training step goes: forward and backward of small models on one thread, by part and by kind.
+
+    python -m tnt_hf.recipes.benchmarks.profile_step --out recipes/benchmarks/results/profile_step.json
+
+One layer of a third of the 150M shape's width, with its window, chunks and reset interval. First all models take turns
+without a profiler (processor time), then one step of each is profiled: the profiler slows small operations more than
+large ones, so its shares say where to look and the turns say how long it takes.
+
+Axis legend: T tokens of a row
+"""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tnt_hf import TNTConfig, TNTForCausalLM
+from tnt_hf.presets import PRESETS
+from tnt_hf.recipes import blocked_attention
+from tnt_hf.recipes.benchmarks.measure import environment, spread, take_turns
+
+
+SHAPE = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 600,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "sliding_window": 512,
+    "global_chunk_size": 2048,
+    "local_reset_interval": 4096,
+    "memory_grad_bound": 1.0,
+    "max_position_embeddings": 32768,
+}
+TRANSFORMER = "Transformer (SDPA)"
+MODELS: dict[str, dict[str, Any]] = {
+    "TNT {16}": {"local_chunk_sizes": [16]},
+    "TNT {64}": {"local_chunk_sizes": [64]},
+    "TNT {8,8}": {"local_chunk_sizes": [8, 8]},
+    "Titans C=8": PRESETS["titans"] | {"global_chunk_size": 8},
+    "sliding window only": PRESETS["sliding-window-only"],
+    TRANSFORMER: PRESETS["transformer"],
+}
+# Of an operation and everything it calls. The first match on the way up decides.
+PARTS = {
+    "ChunkScan": "memory",
+    "_AllRows": "memory",
+    "_RunningProjection": "Q-K projection",
+    "_Blocks": "attention",
+    "aten::scaled_dot_product_attention": "attention",
+    "ScaledDotProductFlashAttentionForCpuBackward0": "attention",
+    "aten::conv1d": "convolution",
+    "ConvolutionBackward0": "convolution",
+    "aten::linear": "linear layers",
+    "MmBackward0": "linear layers",
+    "aten::cross_entropy_loss": "loss",
+    "LogSoftmaxBackward0": "loss",
+}
+OTHER = "norms, gates, copies"
+PRODUCTS = ("aten::bmm", "aten::baddbmm", "aten::mm", "aten::addmm")
+
+
+def part_of(event) -> str:
+    """To which of `PARTS` a profiled operation belongs."""
+    while event is not None:
+        name = event.name.removesuffix("Backward")
+        if name in PARTS:
+            return PARTS[name]
+        event = event.cpu_parent
+    return OTHER
+
+
+def kind_of(name: str) -> str:
+    """Matrix products, other tensor operations, or what lies between them: Python and autograd."""
+    if name.removesuffix("_").startswith(PRODUCTS):
+        return "products"
+    return "elementwise" if name.startswith("aten::") else "between"
+
+
+def shares(step) -> dict:
+    """Share of each part in one profiled step, and how it divides into kinds of work."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        step()
+    times = Counter()
+    for event in seen.events():
+        times[part_of(event), kind_of(event.name)] += event.self_cpu_time_total
+    total, parts = sum(times.values()), sorted({part for part, _ in times})
+    return {
+        part: {
+            "share": round(sum(times[part, kind] for kind in ("products", "elementwise", "between")) / total, 4),
+            **{kind: round(times[part, kind] / total, 4) for kind in ("products", "elementwise", "between")},
+        }
+        for part in parts
+    }
+
+
+def training_step(name: str, tokens: int, seed: int):
+    """Forward and backward of a model on one row of random tokens."""
+    torch.manual_seed(seed)
+    attention = "sdpa" if name == TRANSFORMER else blocked_attention.register()
+    model = TNTForCausalLM._from_config(TNTConfig(**SHAPE | MODELS[name]), attn_implementation=attention).train()
+    ids = torch.randint(SHAPE["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+    def step():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    return step
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON to write")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="NAME")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the row")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    report = {"environment": environment(args.seed), "shape": SHAPE, "tokens": args.tokens, "models": {}}
+    steps = {name: training_step(name, args.tokens, args.seed) for name in args.models}
+    for name, clocks in take_turns(steps, args.rounds).items():
+        seconds = {
+            clock: spread(values) | {"rounds": [round(x, 4) for x in values]} for clock, values in clocks.items()
+        }
+        report["models"][name] = {"seconds": seconds, "parts": shares(steps[name])}
+        parts = ", ".join(f"{part} {x['share']:.0%}" for part, x in report["models"][name]["parts"].items())
+        print(f"{name}: {seconds['cpu']['median']:.2f} s of processor time; profiled: {parts}", flush=True)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
