@@ -6,7 +6,7 @@ One layer of a third of the 150M shape's width, with its window, chunks and rese
 without a profiler (processor time), then one step of each is profiled: the profiler slows small operations more than
 large ones, so its shares say where to look and the turns say how long it takes.
 
-Axis legend: T tokens of a row
+Last, whether two local memories of one chunk size should run as one scan with twice the heads: both ways in turns.
 """
 
 import argparse
@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from tnt_hf import TNTConfig, TNTForCausalLM
+from tnt_hf.memory_tnt import memory_chunkwise
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes import blocked_attention
 from tnt_hf.recipes.benchmarks.measure import environment, spread, take_turns
@@ -60,6 +62,7 @@ PARTS = {
     "aten::cross_entropy_loss": "loss",
     "LogSoftmaxBackward0": "loss",
 }
+STACKED = ((4, 8), (4, 16), (4, 64), (12, 16))  # heads and chunk sizes of two local memories
 OTHER = "norms, gates, copies"
 PRODUCTS = ("aten::bmm", "aten::baddbmm", "aten::mm", "aten::addmm")
 
@@ -112,6 +115,27 @@ def training_step(name: str, tokens: int, seed: int):
     return step
 
 
+def two_memories(heads: int, chunk_size: int, tokens: int, seed: int) -> dict:
+    """Calls that run two memories forward and backward, one after the other and as one of twice the heads."""
+    g, width = torch.Generator().manual_seed(seed), SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
+
+    def memory(heads):
+        q, k, v, d_o = (torch.randn(1, tokens, heads, width, generator=g) for _ in range(4))
+        lr = 0.1 * torch.rand(1, tokens, heads, generator=g)
+        weights = [torch.randn(heads, width, width, generator=g) * width**-0.5 for _ in range(2)]
+        inputs = [x.requires_grad_() for x in (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, lr, *weights)]
+        options = {"chunk_size": chunk_size, "reset_interval": SHAPE["local_reset_interval"], "grad_bound": 1.0}
+
+        def call():
+            o, _ = memory_chunkwise(*inputs[:4], inputs[4:], **options)
+            torch.autograd.grad(o, inputs, d_o)
+
+        return call
+
+    one, both = memory(heads), memory(2 * heads)
+    return {"apart": lambda: (one(), one()), "stacked": both}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON to write")
@@ -130,6 +154,14 @@ def main(argv: list[str] | None = None) -> None:
         report["models"][name] = {"seconds": seconds, "parts": shares(steps[name])}
         parts = ", ".join(f"{part} {x['share']:.0%}" for part, x in report["models"][name]["parts"].items())
         print(f"{name}: {seconds['cpu']['median']:.2f} s of processor time; profiled: {parts}", flush=True)
+    report["two local memories"] = {}
+    for heads, C in STACKED:
+        clocks = take_turns(two_memories(heads, C, args.tokens, args.seed), args.rounds)
+        ratios = spread([a / b for a, b in zip(clocks["apart"]["cpu"], clocks["stacked"]["cpu"])])
+        report["two local memories"][f"{heads} heads, C={C}"] = {"seconds": clocks, "stacked_is_faster_by": ratios}
+        print(
+            f"two local memories of {heads} heads, C={C}: stacked {ratios['median']:.2f}x as fast as apart", flush=True
+        )
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
