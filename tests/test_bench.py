@@ -224,6 +224,7 @@ def test_help_comes_at_once_and_without_torch(arguments):
     [
         (["speed"], "suite 'speed': must be one of memory, train, decode, liza, conversion"),
         (["train", "--rounds", "0"], "rounds=0: must be at least 1"),
+        (["memory", "--tokens", "100"], "tokens=100: must be a multiple of chunk_sizes=8"),
         (["train", "--device", "tpu"], "device='tpu': must be cpu, cuda or auto"),
         (["train", "--contestants", "TNT {7}"], "contestants='TNT {7}': must be one of"),
         (["train", "--shape", "huge"], "shape='huge': must be one of '150m', 'shrunk', 'narrow', 'tiny'"),

@@ -58,6 +58,13 @@ class MemorySettings(Settings):
     ttt_lm: Path | None = _option(None, "ttt.py of ttt-lm-pytorch")
     titans: Path | None = _option(None, "folder to import titans-pytorch from, if it is not installed")
 
+    def __post_init__(self):
+        super().__post_init__()
+        if ragged := [size for size in self.chunk_sizes if self.tokens % size]:
+            raise ValueError(
+                f"tokens={self.tokens}: must be a multiple of chunk_sizes={ragged[0]}, for TTT-MLP's sake"
+            )
+
 
 @dataclass(frozen=True)
 class TrainSettings(Settings):
