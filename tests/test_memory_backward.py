@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_memory import assert_same, leaves, make_inputs, probe, run
 
 from tnt_hf import reverse_tnt
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
+from tnt_hf.projection_tnt import unit_vectors
 
 
 @pytest.mark.parametrize("grad_bound", [None, 2.0])  # about half of these gradients are larger than 2
@@ -58,3 +60,14 @@ def test_a_gradient_bound_at_the_ends_of_float32(op, grad_bound):
     assert all(
         torch.equal(w, x) for w, x in zip(state.weights, free if grad_bound > 1 else [w[None] for w in weights])
     )
+
+
+def test_the_backward_of_unit_vectors_is_the_librarys():
+    """Also of a vector of zeros and of one that is shorter than what F.normalize divides by at least."""
+    g = torch.Generator().manual_seed(0)
+    x, d = (torch.randn(2, 5, 3, 4, generator=g, dtype=torch.float64) for _ in range(2))
+    x[0, 0], x[0, 1] = 0, 1e-13 * x[0, 1]
+    x.requires_grad_()
+    outputs = [unit_vectors(x), F.normalize(x, dim=-1)]
+    assert_same(outputs[:1], outputs[1:], 1e-15)
+    assert_same([torch.autograd.grad(outputs[0], x, d)[0]], torch.autograd.grad(outputs[1], x, d), 1e-14)

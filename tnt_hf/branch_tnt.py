@@ -26,7 +26,7 @@ from .kernels_decode_tnt import token_step
 from .kernels_tnt import choose, unsupported_projection, unsupported_scan, unsupported_step
 from .memory_tnt import MemoryState, memory_chunkwise
 from .network_tnt import Net
-from .projection_tnt import project_queries
+from .projection_tnt import project_queries, unit_vectors
 from .state_tnt import LayerState, StateLayout
 from .step_tnt import Clock, memory_step, project_step
 
@@ -312,10 +312,10 @@ class TNTMemory(nn.Module):
             q, k, v = (x.to(dtype).unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
             if self.feature_map == "silu":
                 q, k = F.silu(q), F.silu(k)
-            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+            q, k = unit_vectors(q), unit_vectors(k)
             if self.feature_map == "quadratic":
                 q, k = quadratic(q), quadratic(k)
-            v = F.normalize(v, dim=-1) if self.value_norm else v
+            v = unit_vectors(v) if self.value_norm else v
             o, new_state, surprise = self._remember(
                 hidden_states, q, k, v, operands, layout, state, keep, mask, segment_ids, output_surprise
             )
