@@ -51,6 +51,10 @@ class TNTRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         dtype = hidden_states.dtype
+        rounds_once = dtype.itemsize >= 4 and dtype == self.weight.dtype
+        if rounds_once and hidden_states.is_cpu and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            # the same operations in one call, equal to the bit
+            return torch.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
         hidden_states = hidden_states.to(wide(dtype))
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon)).to(dtype)
@@ -84,7 +88,6 @@ class TNTMemoryUnit(nn.Module):
         super().__init__()
         H, D = config.memory_num_heads, config.memory_head_dim
         self.max_lr, self.eps = config.memory_max_lr, config.rms_norm_eps
-        self.net = Net(config.memory_activation, config.memory_residual, config.rms_norm_eps)
         self.options = {
             "activation": config.memory_activation,
             "residual": config.memory_residual,
@@ -146,16 +149,13 @@ class TNTMemoryUnit(nn.Module):
         )
         return o.to(q.dtype), *result, *([] if options["output_surprise"] else [None])
 
-    def gates(self, hidden_states: Tensor, lr_scale: float, dtype: torch.dtype) -> list[Tensor | None]:
+    def gates(self, hidden_states: Tensor, lr_scale: float, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """theta, mu and alpha of tokens `[..., hidden]`: `[..., H]` of `dtype`, or `None` for what it has not."""
-        found = []
-        for proj, scale in ((self.lr_proj, self.max_lr * lr_scale), (self.momentum_proj, 1), (self.decay_proj, 1)):
-            if proj is not None:
-                found.append(torch.sigmoid(proj(hidden_states.to(proj.weight.dtype)).to(dtype)))
-                found[-1] = found[-1] if scale == 1 else found[-1] * scale
-            else:
-                found.append(None)
-        return found
+
+        def gate(proj: nn.Linear | None) -> Tensor | None:
+            return None if proj is None else torch.sigmoid(proj(hidden_states.to(proj.weight.dtype)).to(dtype))
+
+        return self.max_lr * lr_scale * gate(self.lr_proj), gate(self.momentum_proj), gate(self.decay_proj)
 
     def step(
         self,
@@ -165,35 +165,30 @@ class TNTMemoryUnit(nn.Module):
         v: Tensor,
         spec: MemorySpec,
         lr_scale: float,
+        net: Net,
+        options: dict[str, Any],
         state: MemoryState,
         present: Tensor | None,
         clock: Clock,
-        output_surprise: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One token of every row in place: hidden_states `[B, hidden]`, q `[B, H, G, K]`, k, v `[B, H, 1, D]`. Returns
-        o `[B, H, G, D]` and the surprise `[B, H]`."""
-        dtype = state.weights[0].dtype
-        layernorm = None
-        if self.norm_weight is not None:
-            layernorm = [x.to(dtype)[:, None] for x in (self.norm_weight, self.norm_bias)]
+    ) -> tuple[Tensor, Tensor]:
+        """One token of every row in place: hidden_states `[B, hidden]`, q `[B, H, G, K]`, k, v `[B, H, 1, D]`."""
+        affine = None if self.norm_weight is None else (self.norm_weight, self.norm_bias)
         options = {
-            **self.options,
+            **options,
             "chunk_size": spec.chunk_size,
             "reset_interval": spec.reset_interval,
             "read": spec.read,
             "query_projection": "none",  # it is shared by all memories, see TNTMemory
             "normalize_projection": False,
-            "layernorm": layernorm,
+            "layernorm": affine and [x.to(q.dtype)[:, None] for x in affine],
         }
-        gates = self.gates(hidden_states, lr_scale, dtype)
-        init = [w.to(dtype) for w in self.weights]
+        parameters = self.weights._parameters  # iterating over a ParameterList is slow, and so are its guards
+        init = [parameters[str(i)] for i in range(len(state.weights))]
+        gates = self.gates(hidden_states, lr_scale, q.dtype)
         tokens = options, q, k, v, *gates, present
-        if choose(FIELD, self.implementation, q.device, unsupported_step, dtype, init) == "triton":
-            o, _, loss = token_step(state, init, self.net, *tokens)
-            return o, loss
-        o, error = memory_step(state, init, self.net, *tokens, clock)
-        loss = 0.5 * error.square().sum((-1, -2)) if output_surprise else None
-        return o, loss if loss is None or present is None else loss * present[:, None]
+        if choose(FIELD, self.implementation, q.device, unsupported_step, q.dtype, init) == "triton":
+            return token_step(state, init, net, *tokens)
+        return memory_step(state, init, net, *tokens, clock)
 
 
 class TNTMemoryGate(nn.Module):
@@ -221,7 +216,7 @@ class TNTMemoryGate(nn.Module):
             gated = self.scale * (memory.unflatten(-1, (self.heads, -1)) * opened).flatten(-2)
             if not torch.is_grad_enabled():
                 # A closed channel must be silent whatever is behind it: 0 * nan is nan.
-                gated = torch.where(self.scale == 0, 0.0, gated)
+                gated = gated.masked_fill_(self.scale == 0, 0.0)
             return gated.to(memory.dtype) if attn is None else attn + gated.to(attn.dtype)
         if self.kind == "product":
             return attn * (2 * torch.sigmoid(self.proj(memory)))
@@ -253,6 +248,8 @@ class TNTMemory(nn.Module):
         # attributes of a config are slow to read, and these are fixed by the weights
         self.feature_map, self.implementation = config.memory_feature_map, config.memory_implementation
         self.projection_norm = config.qk_projection_norm
+        self.net = Net(config.memory_activation, config.memory_residual, config.rms_norm_eps)
+        self.options = {"decay_target": config.memory_decay_target, "grad_bound": config.memory_grad_bound}
         H, D = config.memory_num_heads, config.memory_head_dim
         self.channels = (config.num_attention_heads * config.head_dim, H * D, H * D)
         if not self.shared:
@@ -329,8 +326,10 @@ class TNTMemory(nn.Module):
         """Whether one token may overwrite `state`: it is there, and nobody else can notice."""
         if state is None or torch.is_grad_enabled() or self.implementation == "naive":
             return False
-        if any(unit._forward_hooks or unit._forward_pre_hooks or "forward" in vars(unit) for unit in self.memories):
-            return False
+        for i in range(len(state.memories)):
+            unit = self.memories._modules[str(i)]
+            if unit._forward_hooks or unit._forward_pre_hooks or "forward" in vars(unit):
+                return False
         return torch.compiler.is_compiling() or state.is_writable(dtype)
 
     def _step(self, hidden_states, shared, layout, state, mask, clock, output_surprise):
@@ -363,11 +362,15 @@ class TNTMemory(nn.Module):
                 for interval in layout.intervals
             }
             outputs, surprises, x = [], [], hidden_states[:, 0]
-            for spec, unit, scale, memory in zip(layout.specs, self.memories, self.lr_factors, state.memories):
+            units = self.memories._modules
+            for i, (spec, memory) in enumerate(zip(layout.specs, state.memories)):
+                unit, scale = units[str(i)], self.lr_factors[i]
                 query = q if spec.query_projection == "none" else queries[spec.projection_interval]
-                o, loss = unit.step(x, query, k, v, spec, scale, memory, present, clock, output_surprise)
+                o, error = unit.step(x, query, k, v, spec, scale, self.net, self.options, memory, present, clock)
                 outputs.append(o)
-                surprises.append(loss)
+                if output_surprise:
+                    loss = 0.5 * error.square().sum(-1).mean(1)
+                    surprises.append(loss if present is None else loss * present[:, None])
             state.time.add_(1 if present is None else present)
             o = sum(outputs[1:], outputs[0]).flatten(1, 2)[:, None]
             o = o if self.norm is None else self.norm(o)

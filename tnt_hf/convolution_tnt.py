@@ -68,21 +68,24 @@ def convolve(
 
 def _depthwise(convs: list[nn.Module], channels: list[int], window: Tensor) -> Tensor:
     """`[B, C, L]` -> `[B, C, L - taps]`."""
-    if not torch.is_grad_enabled() and all(_is_one_product(conv, window) for conv in convs):
-        # For one token a convolution's set-up costs many times its arithmetic.
-        weight = torch.cat([conv.weight for conv in convs])[:, 0]
-        wide = window.to(torch.promote_types(window.dtype, torch.float32))
-        return (wide * weight).sum(-1, keepdim=True).to(window.dtype)
+    if not (torch.is_grad_enabled() or torch.is_autocast_enabled(window.device.type)):
+        if all(_is_one_product(conv, window) for conv in convs):
+            # For one token a convolution's set-up costs many times its arithmetic.
+            weight = torch.cat([conv.weight for conv in convs])[:, 0]
+            wide = window if window.dtype.itemsize >= 4 else window.float()
+            return (wide * weight).sum(-1, keepdim=True).to(window.dtype)
     # Called as modules, so that adapters on them take effect.
     return torch.cat([conv(part) for conv, part in zip(convs, window.split(channels, 1))], 1)
 
 
 def _is_one_product(conv: nn.Module, window: Tensor) -> bool:
     """Whether calling `conv` multiplies each channel of `window` by its weights and does nothing else."""
-    hooked = conv._forward_hooks or conv._forward_pre_hooks or "forward" in vars(conv)
-    if type(conv) is not TNTCausalConv or hooked or torch.is_autocast_enabled(window.device.type):
+    if not isinstance(conv, TNTCausalConv):
         return False
-    return window.shape[2] == conv.kernel_size[0] and window.dtype == conv.weight.dtype
+    if conv._forward_hooks or conv._forward_pre_hooks or "forward" in vars(conv):
+        return False
+    weight = conv.weight
+    return window.shape[2] == weight.shape[2] and window.dtype == weight.dtype
 
 
 def document_starts(ids: Tensor, mask: Tensor | None, starts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

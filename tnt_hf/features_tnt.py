@@ -16,7 +16,7 @@ PAIRS: dict[tuple, tuple[Tensor, Tensor, Tensor]] = {}  # of `_pairs`
 def _pairs(D: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """i <= j of all pairs and their weight, each `[D (D + 1) / 2]`; made once, as decoding would make them anew."""
     key = D, device, dtype
-    if torch.compiler.is_compiling() or key not in PAIRS:
+    if key not in PAIRS:
         with torch.inference_mode(False):
             i, j = torch.triu_indices(D, D, device=device)
             found = i, j, torch.where(i == j, torch.ones((), dtype=dtype, device=device), 2.0**0.5)

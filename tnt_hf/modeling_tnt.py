@@ -219,7 +219,11 @@ class TNTAttention(nn.Module):
             memory_output, _ = memory(hidden_states, shared, past_key_values, **memory_inputs)
 
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        query, key = (apply_rotary_pos_emb(x, *position_embeddings) for x in (query, key))
+        if query.shape[2] == 1:  # for one token the number of calls is what counts: query and key heads as one
+            both = apply_rotary_pos_emb(torch.cat([query, key], 1), *position_embeddings)
+            query, key = both.split([query.shape[1], key.shape[1]], 1)
+        else:
+            query, key = (apply_rotary_pos_emb(x, *position_embeddings) for x in (query, key))
         if past_key_values is not None:
             # Our own layers use `valid` to keep a window of valid tokens, the library's ignore it.
             key, value = past_key_values.update(key, value, self.layer_idx, valid=valid)

@@ -165,7 +165,7 @@ def overwrite(tensors: list[Tensor], rows: "list[int] | slice | Tensor", new: li
         if isinstance(rows, Tensor):
             x.copy_(torch.where(rows.view(-1, *[1] * (x.dim() - 1)), y, x))
         else:
-            x[rows] = y.expand_as(x)[rows]
+            x[rows] = y.to(x.dtype).expand_as(x)[rows]
 
 
 def project_step(M: Tensor, q: Tensor, unit: Tensor, interval: int | None, normalize: bool, present, clock: Clock):
@@ -247,7 +247,7 @@ def memory_step(
         alpha = scalars(decay)
         for w, w0 in zip(now, init):
             if options["decay_target"] == "init":
-                w.lerp_(w0.expand(B, *w0.shape).flatten(0, 1), alpha)
+                w.lerp_(w0.to(w.dtype).expand(B, *w0.shape).flatten(0, 1), alpha)
             else:
                 w.mul_(1 - alpha)
     for i, (w, x, d) in enumerate(zip(now, a, delta)):  # W_t (Titans Eq. 13)
