@@ -55,7 +55,7 @@ def replace(state, at, value, where):
 
 @jit
 def token(
-    q, k, v, lr, momentum, decay, present, time, init1, init2, w1, w2, start1, start2, s1, s2, M, gain, bias, o, loss,
+    q, k, v, lr, momentum, decay, present, time, init1, init2, w1, w2, start1, start2, s1, s2, M, gain, bias, o, error,
     H, C, interval, eps, bound, K: tl.constexpr, E: tl.constexpr, V: tl.constexpr, G: tl.constexpr, BG: tl.constexpr,
     BE: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, ACT: tl.constexpr, RESIDUAL: tl.constexpr,
     NORM: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr, TO_INIT: tl.constexpr, PROJECTION: tl.constexpr,
@@ -63,7 +63,7 @@ def token(
     BOUND: tl.constexpr,
 ):  # fmt: skip
     """One token: q `[B, H, G, K]`, k `[B, H, K]`, v `[B, H, V]`, scalars `[B, H]`, present and time `[B]`; o
-    `[B, H, G, V]` and loss `[B, H]` are filled, w, start (if CHUNKED), s and M `[B, H, ...]` replaced."""
+    `[B, H, G, V]` and error `[B, H, V]` are filled, w, start (if CHUNKED), s and M `[B, H, ...]` replaced."""
     p = tl.program_id(0).to(tl.int64)
     head, row = p % H, p // H
     x, y, g = tl.arange(0, K), tl.arange(0, V), tl.arange(0, BG)
@@ -100,7 +100,7 @@ def token(
     else:
         e += out
         top = e
-    tl.store(loss + p, tl.where(here, 0.5 * tl.sum(e * e, 0), 0.0))
+    tl.store(error + p * V + y, tl.where(here, e, 0.0))
 
     theta = tl.load(lr + p).to(tl.float32)
     if BOUND:
@@ -228,13 +228,14 @@ def token_step(state, init: list[Tensor], net, options: dict, q, k, v, lr, momen
 
     Args:
         state: a `MemoryState` of contiguous float32 tensors of its own (no expanded views), which are overwritten. Its
-            `time` is not, as memories share it.
+            `time` stays: memories share it, so whoever calls them advances it.
         init, net, options: W_init, the network and the options of `memory_chunkwise`, as `_token` has them.
         q `[B, H, G, K]`, k `[B, H, 1, K]`, v `[B, H, 1, V]`, lr, momentum, decay `[B, H]`, present `[B]` bool or
             `None`.
 
     Returns:
-        `(o [B, H, G, V] float32, the new time [B], the loss before the write [B, H] float32)`.
+        The read-out `[B, H, G, V]` and the error f(W_xi, k) - v `[B, H, 1, V]` before the write, float32, 0 where no
+        token is present.
 
     Raises:
         ValueError: a state tensor that is not contiguous and so cannot be written in place.
@@ -246,7 +247,7 @@ def token_step(state, init: list[Tensor], net, options: dict, q, k, v, lr, momen
     L, V, bound = len(W), v.shape[-1], options["grad_bound"]
     E = W[0].shape[-1] if L == 2 else K
     BG = 1 << (G - 1).bit_length()
-    o, loss = lr.new_empty(B, H, G, V, dtype=torch.float32), lr.new_empty(B, H, dtype=torch.float32)
+    o, error = (lr.new_empty(B, H, n, V, dtype=torch.float32) for n in (G, 1))
     q, k, v, lr = (x.contiguous() for x in (q, k, v, lr))
     # what the kernel does not look at is any tensor
     mu, alpha = (lr if x is None else x.contiguous() for x in (momentum, decay))
@@ -256,14 +257,14 @@ def token_step(state, init: list[Tensor], net, options: dict, q, k, v, lr, momen
     tile = min(E, max(16, ELEMENTS // (BG * max(K, V))))
     token[(B * H,)](
         q, k, v, lr, mu, alpha, here, time, init[0], init[-1], W[0], W[-1], start[0], start[-1], S[0], S[-1],
-        lr if M is None else M, gain, bias, o, loss, H, options["chunk_size"], options["reset_interval"] or 1, net.eps,
-        bound or 0.0, K, E, V, G, BG, tile, min(K, max(16, 2048 // K)), L, net.activation, net.residual,
+        lr if M is None else M, gain, bias, o, error, H, options["chunk_size"], options["reset_interval"] or 1,
+        net.eps, bound or 0.0, K, E, V, G, BG, tile, min(K, max(16, 2048 // K)), L, net.activation, net.residual,
         ln is not None, state.momentum is not None, decay is not None, options["decay_target"] == "init",
         "none" if M is None else options["query_projection"], options["normalize_projection"],
         options["read"] == "current", chunked, present is not None, options["reset_interval"] is not None,
         bound is not None, num_warps=8,
     )  # fmt: skip
-    return o, time + (1 if present is None else present), loss
+    return o, error
 
 
 def _check_in_place(tensors: list[Tensor], init: list[Tensor]) -> None:

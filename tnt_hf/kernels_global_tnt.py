@@ -23,14 +23,12 @@ import torch
 from torch import Tensor
 
 from .kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
-from .kernels_parts_tnt import operand, rows_of_tile, unavailable
+from .kernels_parts_tnt import operand, rows_of_tile, shared_memory, unavailable
 
 
 PROGRAMS = 264  # to be had by splitting chunks, where there are fewer: two for every processor of an H200
-# Operands of one head's weights: what shared memory holds, with their gradients and a momentum's in the backward.
-MOST_BYTES = 32 << 10
-# Rows of a tile, at most: more do not fit in registers. The second number is for weights of over MOST_BYTES / 2 and
-# with a LayerNorm.
+# Rows of a tile, at most: more do not fit in registers. The second number is for large weights and a LayerNorm.
+LARGE_BYTES = 16 << 10  # of operands of one head's weights
 READ_ROWS, READ_REVERSE_ROWS, WRITE_ROWS = (64, 64), (64, 32), (64, 32)
 WRITE_REVERSE_ROWS, WRITE_REVERSE_ROWS_MOMENTUM = (32, 16), (16, 16)
 
@@ -40,9 +38,10 @@ def unsupported(q: Tensor, v: Tensor, weights: list[Tensor]) -> str | None:
     if len(weights) > 2:
         return f"the kernels know memories of 1 or 2 layers, got {len(weights)}"
     widths = {"the key width": q.shape[-1], "the value width": v.shape[-1], "the hidden width": weights[0].shape[-1]}
-    size = _operand_bytes(q, weights)
-    if size > MOST_BYTES:
-        return f"one head's weights may take {MOST_BYTES} bytes in {q.dtype}, got {size}"
+    # measured at head widths 64 and 128: the weights, gradients and those of a momentum, and some of them transposed
+    size, most = _operand_bytes(q, weights), (shared_memory(q.device) - 2304) // 7
+    if size > most:
+        return f"one head's weights may take {most} bytes as operands on this GPU, and take {size} in {q.dtype}"
     return unavailable(q.device, q.dtype, widths)
 
 
@@ -218,7 +217,7 @@ class _Chunks:
         self.gates = {"MOMENTUM": ends.s is not None, "BOUND": bound is not None}
         forget = "none" if ends.A is None else "zero" if target is None else "init"
         self.state = {"FORGET": forget, "MOMENTUM": ends.s is not None}
-        self.large = norm is not None or 2 * _operand_bytes(q, W) > MOST_BYTES  # which of the tiles' rows
+        self.large = norm is not None or _operand_bytes(q, W) > LARGE_BYTES  # which of the tiles' rows
         self.norm = self.spread_norm = W[:1] * 2
         if norm is not None:
             self.norm, self.spread_norm = [x[:, 0].contiguous() for x in norm], self.blank([x[:, 0] for x in norm])

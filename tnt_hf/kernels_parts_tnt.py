@@ -9,6 +9,7 @@ Products take bf16 or fp32 operands and accumulate in float32, without tf32. Tra
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import torch
 
@@ -41,6 +42,10 @@ def unavailable(device: torch.device, dtype: torch.dtype, widths: dict[str, int]
         return "triton is not installed"
     if device.type != "cuda" and not interpreted():
         return f"Triton needs a CUDA device, the tensors are on {device.type!r}"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "the kernels were written for GPUs by NVIDIA"
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the kernels need compute capability 8.0, bfloat16 and tf32"
     if dtype not in OPERANDS:
         return f"the kernels compute with float32 or bfloat16, got {dtype}"
     if interpreted() and dtype != torch.float32:
@@ -49,6 +54,14 @@ def unavailable(device: torch.device, dtype: torch.dtype, widths: dict[str, int]
         if width not in WIDTHS:
             return f"{name} must be one of {WIDTHS}, got {width}"
     return None
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have; those of sm_90 where no GPU is."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def rows_of_tile(rows: int, most: int = 64) -> int:
