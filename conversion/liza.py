@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from tnt_hf.branch_tnt import wide
+from tnt_hf.gate_tnt import wide
 
 from .architectures import Heads
 from .injected_cache import read_state, write_state

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tnt_hf.branch_tnt import TNTMemoryGate, TNTMemoryUnit
+from tnt_hf.branch_tnt import TNTMemoryUnit
+from tnt_hf.gate_tnt import TNTMemoryGate
 
 
 def gates(model: nn.Module) -> list[TNTMemoryGate]:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tnt_hf.branch_tnt import TNTMemory, TNTMemoryGate, TNTMemoryUnit
+from tnt_hf.branch_tnt import TNTMemory, TNTMemoryUnit
 from tnt_hf.conversion.liza import LiZAMemory
+from tnt_hf.gate_tnt import TNTMemoryGate
 
 
 def first_row(inputs: dict[str, Any]) -> dict[str, Tensor] | None:

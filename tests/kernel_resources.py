@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import kernel_rows
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -115,6 +117,7 @@ ROWS: dict[str, Callable[[], dict]] = {
     **both("C=16 m=1 width 16", width=16),
     **both("C=16 m=1 width 32", width=32),
     **both("C=16 m=1 width 128", width=128),
+    **{name: partial(measure, *row) for name, row in kernel_rows.ROWS.items()},
 }
 
 

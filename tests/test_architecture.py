@@ -69,8 +69,10 @@ ARROWS = {
     "cache_tnt": {"configuration_tnt", "costs_tnt", "state_tnt"},
     "convolution_tnt": set(),
     "features_tnt": set(),
+    "gate_tnt": {"configuration_tnt"},
     "branch_tnt": {
         "features_tnt",
+        "gate_tnt",
         "configuration_tnt",
         "kernels_tnt",
         "kernels_decode_tnt",
@@ -84,6 +86,7 @@ ARROWS = {
     "masks_tnt": {"cache_tnt", "configuration_tnt", "convolution_tnt"},
     "modeling_tnt": {
         "masks_tnt",
+        "gate_tnt",
         "configuration_tnt",
         "memory_tnt",
         "cache_tnt",

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from tiny import tiny_config
 
-from tnt_hf.branch_tnt import TNTMemoryGate
+from tnt_hf.gate_tnt import TNTMemoryGate
 
 
 HEADS, WIDTH = 4, 8

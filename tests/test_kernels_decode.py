@@ -5,7 +5,7 @@ import torch
 from interpreter import assert_close, in_precision, run_cases
 from test_memory import everything, make_inputs
 
-from tnt_hf.kernels_decode_tnt import token_step, unsupported
+from tnt_hf.kernels_decode_tnt import token_step
 from tnt_hf.memory_tnt import MemoryState, memory_naive
 from tnt_hf.network_tnt import Net
 
@@ -27,14 +27,6 @@ def test_in_the_interpreter():
 @pytest.mark.slow
 def test_in_the_interpreter_with_all_combinations():
     run_cases(__file__, "slow")
-
-
-def test_why_not():
-    q, weights = torch.randn(1, 2, 1, 16), [torch.randn(1, 2, 16, 32), torch.randn(1, 2, 32, 16)]
-    assert "layers" in unsupported(q, q, weights * 2)
-    assert "float64" in unsupported(q, q, in_precision(weights, torch.float64))
-    reason = unsupported(q, q, weights)
-    assert reason is None if torch.cuda.is_available() else "CUDA" in reason or "not installed" in reason
 
 
 def own_state(weights, batch, chunk_size, momentum, projection):

@@ -21,16 +21,6 @@ def test_in_the_interpreter_with_all_combinations():
     run_cases(__file__, "slow")
 
 
-def test_why_not():
-    q = torch.randn(1, 4, 16)
-    weights = [torch.randn(1, 16, 32), torch.randn(1, 32, 16)]
-    assert "layers" in kernels.unsupported(q, q, weights * 2)
-    wide = torch.randn(1, 4, 128)
-    assert "bytes" in kernels.unsupported(wide, wide, [torch.randn(1, 128, 128)] * 2)
-    reason = kernels.unsupported(q, q, weights)
-    assert reason is None if torch.cuda.is_available() else "CUDA" in reason or "not installed" in reason
-
-
 @pytest.mark.parametrize("chunks, rows", [(1, 16), (1, 2048), (4, 2048), (96, 2048), (1000, 2048), (7, 1000)])
 def test_splits_cover_a_chunk_once(chunks, rows):
     shape = kernels.spread(rows, chunks, 64)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM, TNTModel
-from tnt_hf.branch_tnt import quadratic
+from tnt_hf.features_tnt import quadratic
 
 
 EXACT, SINGLE = 1e-9, 1e-4  # float64 and float32 tolerances

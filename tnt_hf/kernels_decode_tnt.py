@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels_parts_tnt import jit, only, phi, slope, tl, unavailable
+from .kernels_parts_tnt import jit, only, phi, slope, tl
 
 
 ELEMENTS = 4096  # of a tile, or of its products with all query heads
@@ -210,16 +210,6 @@ def token(
     answer = tl.where(here, answer, 0.0)
     at = p * G * V + g[:, None] * V + y[None, :]
     tl.store(o + at, answer, mask=g[:, None] < G)
-
-
-def unsupported(q: Tensor, v: Tensor, weights: list[Tensor]) -> str | None:
-    """Why the kernel cannot take a step with queries like q `[..., K]`, v `[..., V]` and `weights`, or `None`."""
-    if len(weights) > 2:
-        return f"the kernels know memories of 1 or 2 layers, got {len(weights)}"
-    if any(w.dtype != torch.float32 for w in weights):
-        return f"the kernel keeps a float32 state, got {weights[0].dtype}"
-    widths = {"the key width": q.shape[-1], "the value width": v.shape[-1], "the hidden width": weights[0].shape[-1]}
-    return unavailable(q.device, q.dtype, widths)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
-from .kernels_parts_tnt import operand, rows_of_tile, shared_memory, unavailable
+from .kernels_parts_tnt import operand, rows_of_tile
 
 
 PROGRAMS = 264  # to be had by splitting chunks, where there are fewer: two for every processor of an H200
@@ -31,18 +31,6 @@ PROGRAMS = 264  # to be had by splitting chunks, where there are fewer: two for 
 LARGE_BYTES = 16 << 10  # of operands of one head's weights
 READ_ROWS, READ_REVERSE_ROWS, WRITE_ROWS = (64, 64), (64, 32), (64, 32)
 WRITE_REVERSE_ROWS, WRITE_REVERSE_ROWS_MOMENTUM = (32, 16), (16, 16)
-
-
-def unsupported(q: Tensor, v: Tensor, weights: list[Tensor]) -> str | None:
-    """Why these kernels cannot run a memory with operands like q `[..., K]`, v `[..., V]` and `weights`, or `None`."""
-    if len(weights) > 2:
-        return f"the kernels know memories of 1 or 2 layers, got {len(weights)}"
-    widths = {"the key width": q.shape[-1], "the value width": v.shape[-1], "the hidden width": weights[0].shape[-1]}
-    # measured at head widths 64 and 128: the weights, gradients and those of a momentum, and some of them transposed
-    size, most = _operand_bytes(q, weights), (shared_memory(q.device) - 2304) // 7
-    if size > most:
-        return f"one head's weights may take {most} bytes as operands on this GPU, and take {size} in {q.dtype}"
-    return unavailable(q.device, q.dtype, widths)
 
 
 def _operand_bytes(q: Tensor, weights: list[Tensor]) -> int:

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .kernels_parts_tnt import dot, jit, load, operand, rows_of_tile, store, tl, triton, unavailable
+from .kernels_parts_tnt import dot, jit, load, operand, rows_of_tile, store, tl, triton
 
 
 COLUMNS = 32  # of M in one program of the sequential pass
@@ -87,11 +87,6 @@ def chunks_of(counts: tuple[int, ...], starts: tuple[int, ...], device: torch.de
     ends = [*counts[1:], 0]
     lengths = [j + 1 for j, (n, rest) in reversed(list(enumerate(zip(counts, ends)))) for _ in range(n - rest)]
     return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
-
-
-def unsupported(q: Tensor) -> str | None:
-    """Why these kernels cannot project q `[..., K]`, or `None`."""
-    return unavailable(q.device, q.dtype, {"the key width": q.shape[-1]})
 
 
 class TritonProjection(torch.autograd.Function):

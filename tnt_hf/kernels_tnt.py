@@ -4,7 +4,8 @@ Axis legend
     C tokens per chunk   ROWS tokens per block, R blocks per chunk   G query heads per memory head   K key width
     V value width   P programs: grid rows x heads   N chunks of all rows x heads, ordered by step and then by row
 
-Reads "current" run here, by `kernels_local_tnt` and its backward. Travels with every pushed checkpoint.
+Reads "current" run here, by `kernels_local_tnt` and its backward, reads at the chunk's start in `kernels_global_tnt`.
+Travels with every pushed checkpoint.
 """
 
 import logging
@@ -17,25 +18,18 @@ import torch
 from torch import Tensor
 
 from .coefficients_tnt import Coef, chunk_coefficients
-from .kernels_global_tnt import MOST_BYTES, TritonGlobal
+from .kernels_global_tnt import TritonGlobal
 from .kernels_local_reverse_tnt import reverse_kernel
 from .kernels_local_tnt import forward_kernel
-from .kernels_parts_tnt import WIDTHS
+from .kernels_parts_tnt import WIDTHS, shared_memory, tl, unavailable
 from .scan_tnt import Plan
 
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = tl = None
 
 BLOCK_TOKENS = 32  # of a tile: a longer chunk runs as several blocks with one W_xi. 64 spills ten times as much
 STATE_FLOATS = 2 * 64 * 256  # of W: what does not stay in registers is spilled, and beyond this does not compile
 # Products of float32: three of tf32 each, exact to about 2^-21. "ieee" has no tensor cores, and ptxas gives such a
 # kernel 32 registers and spills all else.
 FLOAT32 = "tf32x3"
-INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)  # TRITON_INTERPRET=1
 
 
 @cache
@@ -61,19 +55,6 @@ def choose(field: str, value: str, device: torch.device, unsupported: Callable[.
     return "chunk"
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Why no kernel runs on `device`, or `None`."""
-    if triton is None:
-        return "Triton is not installed"
-    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
-        return f"there is no Triton on {device.type!r} (the CPU needs TRITON_INTERPRET=1)"
-    if device.type == "cuda" and torch.version.hip is not None:
-        return "the kernels were written for GPUs by NVIDIA"
-    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
-        return "they need compute capability 8.0, bfloat16 and tf32"
-    return None
-
-
 def unsupported_scan(
     device: torch.device, dtype: torch.dtype, read: str, weights: list[Tensor], operands: torch.dtype
 ) -> str | None:
@@ -81,13 +62,18 @@ def unsupported_scan(
     for a read, weights `[H, d_in, d_out]` and q, k and v of type `operands`."""
     if reason := unsupported_step(device, dtype, weights):
         return reason
-    floats = sum(w.shape[1] * w.shape[2] for w in weights)
-    most = STATE_FLOATS if read == "current" else MOST_BYTES // (2 if operands == torch.bfloat16 else 4)
-    if floats > most:
-        return f"a head's weights are {floats} numbers, and the kernels hold {most}"
-    if read == "current" and 4 * floats > shared_memory(device):
-        return f"a head's weights take {4 * floats} bytes, and a program has {shared_memory(device)} on this GPU"
-    return None
+    floats, room = sum(w.shape[1] * w.shape[2] for w in weights), shared_memory(device)
+    if read == "current":
+        if floats > STATE_FLOATS:
+            return f"a head's weights are {floats} numbers, and the kernels hold {STATE_FLOATS}"
+        need = 4 * floats
+    else:
+        if any(n not in WIDTHS for w in weights for n in w.shape[1:]):
+            found = [tuple(w.shape[1:]) for w in weights]
+            return f"a memory that reads at its chunk's start has weights of {found}, and the kernels widths {WIDTHS}"
+        # measured at head widths 64 and 128: weights, gradients and those of a momentum, and some of them transposed
+        need = 7 * operands.itemsize * floats + 2304
+    return f"a head's weights take {need} bytes, and a program has {room} on this GPU" if need > room else None
 
 
 def unsupported_step(device: torch.device, dtype: torch.dtype, weights: list[Tensor]) -> str | None:
@@ -113,14 +99,6 @@ def unsupported_projection(device: torch.device, dtype: torch.dtype, width: int)
     if width not in WIDTHS:
         return f"keys have the width {width}, and the kernels one of {WIDTHS}"
     return None
-
-
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can have; those of sm_90 where no GPU is."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 227 << 10
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 class Shape(NamedTuple):

@@ -38,18 +38,11 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .branch_tnt import (
-    TNTGateLinear,
-    TNTInitialWeights,
-    TNTMemory,
-    TNTMemoryGate,
-    TNTMemoryUnit,
-    TNTRMSNorm,
-    wide,
-)
+from .branch_tnt import TNTInitialWeights, TNTMemory, TNTMemoryUnit
 from .cache_tnt import TNTCache
 from .configuration_tnt import LAYER_TYPES, TNTConfig
 from .convolution_tnt import TNTCausalConv
+from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm, wide
 from .masks_tnt import build_masks, default_positions, document_ids
 from .state_tnt import StateLayout
 from .step_tnt import Clock

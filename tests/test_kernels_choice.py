@@ -1,0 +1,103 @@
+"""Where the Triton kernels run: "triton" there or an error with the reason, "auto" wherever they can on CUDA."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_memory import make_inputs
+from tiny import tiny_model
+
+from tnt_hf.kernels_tnt import choose, unsupported_projection, unsupported_scan, unsupported_step
+from tnt_hf.memory_tnt import memory_chunkwise
+
+
+pytest.importorskip("triton")
+
+CUDA = torch.device("cuda")  # a name: nothing here computes on it
+
+
+def weights_of(*widths):
+    return [torch.ones(1, a, b) for a, b in zip(widths, widths[1:])]
+
+
+@pytest.mark.parametrize(
+    "reason, arguments",
+    [
+        ("no Triton on 'meta'", (torch.device("meta"), torch.float32, "current", weights_of(16, 16))),
+        ("float64", (CUDA, torch.float64, "current", weights_of(16, 16))),
+        ("3 layers", (CUDA, torch.float32, "current", weights_of(16, 16, 16, 16))),
+        ("[16, 48, 16]", (CUDA, torch.float32, "current", weights_of(16, 48, 16))),
+        ("[8, 16]", (CUDA, torch.float32, "current", weights_of(8, 16))),
+        ("65536", (CUDA, torch.float32, "current", weights_of(256, 256))),
+        ("(256, 64)", (CUDA, torch.float32, "chunk_start", weights_of(64, 256, 64))),
+        ("461056 bytes", (CUDA, torch.float32, "chunk_start", weights_of(64, 128, 64))),
+    ],
+)
+def test_what_no_kernel_covers_has_a_reason(reason, arguments):
+    device, *memory = *arguments, torch.float32
+    assert reason in unsupported_scan(device, *memory)
+    with pytest.raises(ValueError, match="implementation='triton' cannot run here"):
+        choose("implementation", "triton", device, unsupported_scan, *memory)
+
+
+def test_what_the_kernels_cover():
+    for widths in ((16, 16), (64, 64, 64), (64, 128, 64), (64, 256, 64), (128, 128, 128), (32, 64, 16)):
+        assert unsupported_scan(CUDA, torch.float32, "current", weights_of(*widths), torch.float32) is None
+        assert unsupported_step(CUDA, torch.float32, weights_of(*widths)) is None
+    for widths, operands in (
+        ((64, 64, 64), torch.float32),
+        ((64, 128, 64), torch.bfloat16),
+        ((128, 128), torch.bfloat16),
+    ):
+        assert unsupported_scan(CUDA, torch.float32, "chunk_start", weights_of(*widths), operands) is None
+
+
+def test_the_projection_has_its_reasons():
+    assert unsupported_projection(CUDA, torch.float32, 64) is None
+    assert "width 24" in unsupported_projection(CUDA, torch.float32, 24)
+    assert "float64" in unsupported_projection(CUDA, torch.float64, 64)
+
+
+def test_auto_on_cuda_says_once_why_it_does_not_use_them(caplog):
+    def auto(*widths):
+        memory = torch.float32, "current", weights_of(*widths), torch.float32
+        return choose("memory_implementation", "auto", CUDA, unsupported_scan, *memory)
+
+    assert auto(16, 16) == "triton"
+    assert not caplog.records
+    assert [auto(16, 24, 16) for _ in range(3)] == ["chunk"] * 3
+    assert len(caplog.records) == 1 and "[16, 24, 16]" in caplog.text
+
+
+def test_the_op_refuses_on_the_cpu():
+    tensors, weights, options = make_inputs(K=16, V=16, hidden=16, dtype=torch.float32)
+    with pytest.raises(ValueError, match="implementation='triton' cannot run here: there is no Triton on 'cpu'"):
+        memory_chunkwise(*tensors, weights, **options, chunk_size=4, implementation="triton")
+
+
+def test_the_model_refuses_on_the_cpu():
+    model = tiny_model(memory_implementation="triton")
+    with pytest.raises(ValueError, match="memory_implementation='triton' cannot run here"):
+        model(torch.ones(1, 4, dtype=torch.long))
+
+
+def test_everything_else_works_where_triton_is_not_installed():
+    code = """
+import sys
+sys.modules["triton"] = None  # what `import triton` finds where it is not installed
+import torch
+from tnt_hf.memory_tnt import memory_chunkwise
+x = torch.randn(1, 4, 1, 16)
+weights = [torch.randn(1, 16, 16)]
+run = lambda how: memory_chunkwise(x, x, x, torch.ones(1, 4, 1), weights, chunk_size=2, implementation=how)
+assert torch.equal(run("auto")[0], run("chunk")[0])
+try:
+    run("triton")
+except ValueError as error:
+    assert "implementation='triton' cannot run here: Triton is not installed" in str(error)
+else:
+    raise AssertionError("it ran")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

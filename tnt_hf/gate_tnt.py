@@ -1,0 +1,84 @@
+"""How memory joins attention: the gates of [`TNTConfig`]'s `memory_gate`, and the norm and linear layer they are of.
+
+Axis legend
+    B batch   T tokens   Q = Hq * head_dim channels before o_proj
+
+This file travels with every pushed checkpoint.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .configuration_tnt import TNTConfig
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half precision, float64 stays."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class TNTRMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis, computed in float32 at least."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        dtype = hidden_states.dtype
+        rounds_once = dtype.itemsize >= 4 and dtype == self.weight.dtype
+        if rounds_once and hidden_states.is_cpu and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            # the same operations in one call, equal to the bit
+            return torch.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+        hidden_states = hidden_states.to(wide(dtype))
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon)).to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+class TNTGateLinear(nn.Linear):
+    """A linear layer of a gate, which starts at `sigmoid(bias_start)` everywhere (no weight) or around it."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias_start: float | None = None, zero_weight: bool = False
+    ):
+        super().__init__(in_features, out_features, bias=bias_start is not None)
+        self.bias_start, self.zero_weight = bias_start, zero_weight
+
+
+class TNTMemoryGate(nn.Module):
+    """How memory joins attention, on the `[B, T, Q]` layout before o_proj: `memory_gate` of [`TNTConfig`]."""
+
+    def __init__(self, config: TNTConfig):
+        super().__init__()
+        self.kind, self.start, self.heads = config.memory_gate, config.memory_gate_init, config.num_attention_heads
+        channels = config.num_attention_heads * config.head_dim
+        if self.kind == "add":
+            self.scale = nn.Parameter(torch.empty(channels))
+            self.proj = TNTGateLinear(config.hidden_size, config.num_attention_heads, zero_weight=True)
+        elif self.kind == "product":
+            self.proj = TNTGateLinear(channels, channels, zero_weight=True)
+        elif self.kind == "published":
+            self.norm = TNTRMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        else:
+            self.weight = nn.Buffer(torch.empty(()))  # scheduled by the training recipe and saved with the model
+            self.is_memory_as_gate = True
+
+    def forward(self, attn: Tensor | None, memory: Tensor, hidden_states: Tensor) -> Tensor:
+        """attn (`None`: memory alone, gate "add" only) and memory `[B, T, Q]`, hidden_states `[B, T, hidden]`."""
+        if self.kind == "add":
+            opened = (2 * torch.sigmoid(self.proj(hidden_states))).unsqueeze(-1)
+            gated = self.scale * (memory.unflatten(-1, (self.heads, -1)) * opened).flatten(-2)
+            if not torch.is_grad_enabled():
+                # A closed channel must be silent whatever is behind it: 0 * nan is nan.
+                gated = gated.masked_fill_(self.scale == 0, 0.0)
+            return gated.to(memory.dtype) if attn is None else attn + gated.to(attn.dtype)
+        if self.kind == "product":
+            return attn * (2 * torch.sigmoid(self.proj(memory)))
+        if self.kind == "published":
+            return self.norm(attn.unflatten(-1, (self.heads, -1))).flatten(-2) * torch.sigmoid(memory)
+        mixed = ((1 - self.weight) * attn + self.weight * memory).to(attn.dtype)
+        return torch.where(self.weight == 0, attn, mixed)  # silent whatever the memory holds, as above
