@@ -13,7 +13,20 @@ r_i = min(1, bound / |g_i|), |g_i|^2 = sum_l |a_{l-1,i}|^2 |delta_{l,i}|^2. Trav
 
 from __future__ import annotations
 
-from .kernels_parts_tnt import curve, dot, jit, load, only, phi, slope, standardise, store, through_standardise, tl
+from .kernels_parts_tnt import (
+    curve,
+    dot,
+    dot_exact,
+    jit,
+    load,
+    only,
+    phi,
+    slope,
+    standardise,
+    store,
+    through_standardise,
+    tl,
+)
 
 
 @jit
@@ -190,10 +203,10 @@ def write_reverse(
         e = -load(v, token, inside, y, V).to(tl.float32)
         if RESIDUAL:
             e += X.to(tl.float32)
-        z = dot(X, W1, DT)
+        z = dot_exact(X, W1, DT)
         if L == 2:
             a, bend = phi(z, ACT), slope(z, ACT)
-            out = dot(a, W2, DT)
+            out = dot_exact(a, W2, DT)
         else:
             out = z
         if NORM:
@@ -206,7 +219,7 @@ def write_reverse(
             e += out
             top = e
         if L == 2:
-            below = dot(top, tl.trans(W2), DT)  # dl/da
+            below = dot_exact(top, tl.trans(W2), DT)  # dl/da
             delta = below * bend
         else:
             delta = top
@@ -221,15 +234,15 @@ def write_reverse(
             limit = bound / tl.sqrt(tl.maximum(square, bound * bound))
             raw = scale
             scale *= limit
-        d_delta = dot(X, behind1, DT)
+        d_delta = dot_exact(X, behind1, DT)
         d_scale = tl.sum(d_delta * delta, 1)
         d_delta *= scale[:, None]
-        d_X = scale[:, None] * dot(delta, tl.trans(behind1), DT)
+        d_X = scale[:, None] * dot_exact(delta, tl.trans(behind1), DT)
         if L == 2:
-            d_top = dot(a, behind2, DT)
+            d_top = dot_exact(a, behind2, DT)
             d_scale += tl.sum(d_top * top, 1)
             d_top *= scale[:, None]
-            d_a = scale[:, None] * dot(top, tl.trans(behind2), DT)
+            d_a = scale[:, None] * dot_exact(top, tl.trans(behind2), DT)
         if BOUND:
             d_limit = d_scale * raw
             d_scale *= limit
@@ -239,15 +252,15 @@ def write_reverse(
             if BOUND:
                 raw = scale
                 scale *= limit
-            push = dot(X, behind1_S, DT)
+            push = dot_exact(X, behind1_S, DT)
             d_scale = tl.sum(push * delta, 1)
             d_delta += scale[:, None] * push
-            d_X += scale[:, None] * dot(delta, tl.trans(behind1_S), DT)
+            d_X += scale[:, None] * dot_exact(delta, tl.trans(behind1_S), DT)
             if L == 2:
-                push = dot(a, behind2_S, DT)
+                push = dot_exact(a, behind2_S, DT)
                 d_scale += tl.sum(push * top, 1)
                 d_top += scale[:, None] * push
-                d_a += scale[:, None] * dot(top, tl.trans(behind2_S), DT)
+                d_a += scale[:, None] * dot_exact(top, tl.trans(behind2_S), DT)
             if BOUND:
                 d_limit += d_scale * raw
                 d_scale *= limit
@@ -261,8 +274,8 @@ def write_reverse(
                 d_top += (d_square * a2)[:, None] * top
         if L == 2:
             d_below = d_delta * bend
-            d_top += dot(d_below, W2, DT)
-            d_W2 += dot(tl.trans(d_below), top, DT)
+            d_top += dot_exact(d_below, W2, DT)
+            d_W2 += dot_exact(tl.trans(d_below), top, DT)
         else:
             d_top = d_delta
         if NORM:  # back through top = J(unit) (gain * e), e = gain * unit + ...
@@ -277,13 +290,13 @@ def write_reverse(
         else:
             d_e = d_top
         if L == 2:
-            d_W2 += dot(tl.trans(a), d_top, DT)
-            d_a += dot(d_top, tl.trans(W2), DT)
+            d_W2 += dot_exact(tl.trans(a), d_top, DT)
+            d_a += dot_exact(d_top, tl.trans(W2), DT)
             d_z = d_delta * below * curve(z, ACT) + d_a * bend
         else:
             d_z = d_top
-        d_W1 += dot(tl.trans(X), d_z, DT)
-        d_X += dot(d_z, tl.trans(W1), DT)
+        d_W1 += dot_exact(tl.trans(X), d_z, DT)
+        d_X += dot_exact(d_z, tl.trans(W1), DT)
         if RESIDUAL:
             d_X += d_e
         store(d_k, token, inside, x, d_X, K)
