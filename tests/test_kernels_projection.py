@@ -74,7 +74,8 @@ def in_pieces(q, k, lengths, *, mask=None, segment_ids=None, **options):
 
 
 def compare(B, T, H, G, K, pieces=None, **options):
-    q, k = torch.randn(B, T, H * G, K), torch.randn(B, T, H, K)
+    k = torch.randn(B, T, H, K)
+    q = torch.randn(B, T, H * G, K) + k.repeat_interleave(G, 2)  # unlike all keys, its projection's direction is noise
     results = []
     for dtype in (torch.float32, torch.float64):
         x = [y.requires_grad_() for y in in_precision([q, k], dtype)]
