@@ -61,6 +61,8 @@ def steps(tensors, weights, layernorm=None, momentum=None, decay=None, mask=None
 def compare(mask=None, chunk_size=4, activation="silu", residual=False, options=None, **inputs):
     """Read-outs, losses and the state after the last token, of rows that are at different memory times."""
     single = make_inputs(**{"B": 2, "T": 7, "H": 1, "K": 16, "V": 16, "hidden": 32, "dtype": torch.float32, **inputs})
+    q, k = single[0][:2]
+    q += k.repeat_interleave(q.shape[2] // k.shape[2], 2)  # unlike all keys, its projection's direction is noise
     options = {**OPTIONS, "chunk_size": chunk_size, "activation": activation, "residual": residual, **(options or {})}
     tensors, weights, rest = single
     o, state, loss = steps(tensors, weights, mask=mask, **rest, **options)
@@ -85,6 +87,11 @@ def case_momentum_and_forgetting(chunk_size, gates):
 def case_projected_queries_resets_and_absent_tokens(projection):
     options = {"query_projection": projection, "reset_interval": 4}
     compare(RAGGED, chunk_size=2, G=2, momentum=True, options=options)
+
+
+@pytest.mark.parametrize("projection", ["shard", "chunk"])
+def case_a_projection_that_is_never_reset(projection):
+    compare(T=5, chunk_size=2, options={"query_projection": projection})
 
 
 def case_one_layer_with_everything():

@@ -23,7 +23,7 @@ ELEMENTS = 4096  # of a tile, or of its products with all query heads
 
 
 @jit
-def hidden(k, weight, L: tl.constexpr):
+def hidden(k, weight):
     """k W_1 for a tile's columns, and for a single layer the tile's part of k (`weight` is that of the identity)."""
     return tl.sum(k[:, None] * weight, 0)
 
@@ -68,10 +68,11 @@ def token(
     head, row = p % H, p // H
     x, y, g = tl.arange(0, K), tl.arange(0, V), tl.arange(0, BG)
     now = tl.load(time + row)
-    here = now >= 0
+    here, reset = now >= 0, now < 0
     if MASKED:
         here = tl.load(present + row) != 0
-    reset = here & (now % interval == 0)
+    if RESETS:
+        reset = here & (now % interval == 0)
     ends = (now + here.to(tl.int64)) % C == 0
     key = tl.load(k + p * K + x).to(tl.float32)
 
@@ -85,7 +86,7 @@ def token(
             first = entry(start1, init1, p * K * E + at, head * K * E + at, reset, RESETS)
         at = h[:, None] * V + y[None, :]
         second = entry(start2, init2, p * E * V + at, head * E * V + at, reset, RESETS)
-        out += tl.sum(through(hidden(key, first, L), L, ACT)[:, None] * second, 0)
+        out += tl.sum(through(hidden(key, first), L, ACT)[:, None] * second, 0)
     e = -tl.load(v + p * V + y).to(tl.float32)
     if RESIDUAL:
         e += key
@@ -113,9 +114,9 @@ def token(
                 first = entry(start1, init1, p * K * E + at, head * K * E + at, reset, RESETS)
                 at = h[:, None] * V + y[None, :]
                 second = entry(start2, init2, p * E * V + at, head * E * V + at, reset, RESETS)
-                delta = tl.sum(second * top[None, :], 1) * slope(hidden(key, first, L), ACT)
+                delta = tl.sum(second * top[None, :], 1) * slope(hidden(key, first), ACT)
                 square += tl.sum(key * key, 0) * tl.sum(delta * delta, 0)
-            a = through(hidden(key, first, L), L, ACT)
+            a = through(hidden(key, first), L, ACT)
             square += tl.sum(a * a, 0) * tl.sum(top * top, 0)
         theta *= bound / tl.sqrt(tl.maximum(square, bound * bound))
     if MOMENTUM:
@@ -154,7 +155,7 @@ def token(
         first = (x[:, None] == h[None, :]).to(tl.float32)
         if L == 2:
             first = entry(start1, init1, p * K * E + at, head * K * E + at, reset, RESETS)
-        z = hidden(key, first, L)
+        z = hidden(key, first)
         a = through(z, L, ACT)
 
         step = -theta * a[:, None] * top[None, :]
@@ -175,7 +176,8 @@ def token(
         new2 += step
         replace(w2, p * E * V + at2, new2, here)
         if CHUNKED:
-            tl.store(start2 + p * E * V + at2, tl.where(ends, tl.where(here, new2, unwritten), second))
+            begins = tl.where(ends, tl.where(here, new2, unwritten), second)
+            replace(start2, p * E * V + at2, begins, ends | reset)
         new1 = first
         if L == 2:
             delta = tl.sum(second * top[None, :], 1) * slope(z, ACT)
@@ -196,7 +198,8 @@ def token(
             new1 += step
             replace(w1, p * K * E + at, new1, here)
             if CHUNKED:
-                tl.store(start1 + p * K * E + at, tl.where(ends, tl.where(here, new1, unwritten), first))
+                begins = tl.where(ends, tl.where(here, new1, unwritten), first)
+                replace(start1, p * K * E + at, begins, ends | reset)
         if not CURRENT:
             new1, new2 = first, second
         inner = through(tl.sum(query[:, :, None] * new1[None, :, :], 1), L, ACT)
