@@ -22,11 +22,13 @@ from .kernels_local_tnt import (
     dot,
     inner_gradient,
     jit,
+    load_layers,
     load_rows,
     matrix,
     pair_weights,
     read_layer,
     standardise,
+    store_layers,
     store_rows,
     through_standardise,
 )
@@ -114,6 +116,7 @@ def reverse_kernel(
     NS: tl.constexpr = 2 * NW if MOMENTUM else NW
     SPLIT: tl.constexpr = R > 1 or x is not None
     NORM: tl.constexpr = gain is not None
+    AGAIN: tl.constexpr = MOMENTUM or A is not None
     p = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BC)
     live = i < ROWS
@@ -121,31 +124,20 @@ def reverse_kernel(
     total = tl.load(lengths + p)
     stop = tl.minimum(last, total)
     none = tl.zeros((1,), tl.float32)
-    d_W1, d_S1, d_S2, d_T1, d_T2 = none, none, none, none, none
-    d_X1, d_X2, g_gain, g_bias, scale, shift = none, none, none, none, None, None
-    here = d_state + p * NS
-    if DEPTH == 2:
-        d_W1 = tl.load(matrix(here, DK, DA))
-    d_W2 = tl.load(matrix(here + H1, DA, DV))
+    d_S1, d_S2, d_T1, d_T2, d_X1, d_X2 = none, none, none, none, none, none
+    g_gain, g_bias, scale, shift = none, none, None, None
+    d_W1, d_W2 = load_layers(d_state + p * NS, DEPTH, DK, DA, DV)
     if MOMENTUM:
-        if DEPTH == 2:
-            d_S1 = tl.load(matrix(here + NW, DK, DA))
-        d_S2 = tl.load(matrix(here + NW + H1, DA, DV))
+        d_S1, d_S2 = load_layers(d_state + p * NS + NW, DEPTH, DK, DA, DV)
     T1, T2 = None, None
     if target is not None:
         T1, T2 = target + p * NW, target + p * NW + H1
-        if DEPTH == 2:
-            d_T1 = tl.load(matrix(d_target + p * NW, DK, DA))
-        d_T2 = tl.load(matrix(d_target + p * NW + H1, DA, DV))
+        d_T1, d_T2 = load_layers(d_target + p * NW, DEPTH, DK, DA, DV)
     if SPLIT:
-        if DEPTH == 2:
-            d_X1 = tl.zeros((DK, DA), tl.float32)
-        d_X2 = tl.zeros((DA, DV), tl.float32)
+        d_X1, d_X2 = tl.zeros_like(d_W1), tl.zeros_like(d_W2)
         if d_x_end is not None:
             if total <= last:
-                if DEPTH == 2:
-                    d_X1 += tl.load(matrix(d_x_end + p * NW, DK, DA))
-                d_X2 += tl.load(matrix(d_x_end + p * NW + H1, DA, DV))
+                d_X1, d_X2 = load_layers(d_x_end + p * NW, DEPTH, DK, DA, DV)
     if NORM:
         scale, shift = tl.load(gain + p * DV + wide), tl.load(bias + p * DV + wide)
         g_gain, g_bias = tl.load(d_gain + p * DV + wide), tl.load(d_bias + p * DV + wide)
@@ -153,23 +145,17 @@ def reverse_kernel(
         j = stop - 1 - (back - first)
         block = (tl.load(starts + j // R) + p) * R + j % R
         here = kept + p * kept_stride + (j - first) * NS
-        W1, S1, S2 = none, none, none
-        if DEPTH == 2:
-            W1 = tl.load(matrix(here, DK, DA))
-        W2 = tl.load(matrix(here + H1, DA, DV))
+        S1, S2 = none, none
+        W1, W2 = load_layers(here, DEPTH, DK, DA, DV)
         if MOMENTUM:
-            if DEPTH == 2:
-                S1 = tl.load(matrix(here + NW, DK, DA))
-            S2 = tl.load(matrix(here + NW + H1, DA, DV))
+            S1, S2 = load_layers(here + NW, DEPTH, DK, DA, DV)
         X1, X2 = W1, W2
         if SPLIT:
-            here = kept + p * kept_stride + (j - j % R - first) * NS
+            start = here - j % R * NS
             if x is not None:
                 if j < R:  # the chunk that began before this call
-                    here = x + p * NW
-            if DEPTH == 2:
-                X1 = tl.load(matrix(here, DK, DA))
-            X2 = tl.load(matrix(here + H1, DA, DV))
+                    start = x + p * NW
+            X1, X2 = load_layers(start, DEPTH, DK, DA, DV)
         key = load_rows(k + block * ROWS * DK, live, DK, BC, DK)
         value = load_rows(v + block * ROWS * DV, live, DV, BC, DV).to(tl.float32)
         a, delta, below, slope, curve, behind, error, h, inverse = inner_gradient(
@@ -205,7 +191,12 @@ def reverse_kernel(
             )  # fmt: skip
             g_A, g_D, g_m, g_end, g_end_S = g_A + h_A, g_D + h_D, g_m + h_m, g_end + h_end, g_end_S + h_end_S
 
-        # the reads
+        # the reads. A state of more than W is loaded again where it is used again (".ca": from the L1 cache; without
+        # it the compiler would keep the first), so that it takes no registers meanwhile: less than half of the spills
+        if AGAIN:
+            W1, W2 = load_layers(here, DEPTH, DK, DA, DV, ".ca")
+            if MOMENTUM:
+                S1, S2 = load_layers(here + NW, DEPTH, DK, DA, DV, ".ca")
         g_pairs = tl.zeros((BC, BC), tl.float32)
         g_A_rows, g_D_rows = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
         for g in range(G):
@@ -267,6 +258,8 @@ def reverse_kernel(
             tl.store(d_m_end + block, g_m)
 
         # the inner gradient, a function of k, v and W_xi
+        if AGAIN and not SPLIT:
+            X1, X2 = load_layers(here, DEPTH, DK, DA, DV, ".ca")
         if SPLIT:
             h_X1, h_X2 = d_X1, d_X2
         else:
@@ -304,34 +297,21 @@ def reverse_kernel(
             begins = j % R == 0
             if x is not None:
                 begins = begins & (j > 0)
-            if DEPTH == 2:
-                d_W1 += tl.where(begins, h_X1, 0.0)
-                d_X1 = tl.where(begins, 0.0, h_X1)
-            d_W2 += tl.where(begins, h_X2, 0.0)
-            d_X2 = tl.where(begins, 0.0, h_X2)
+            d_W1, d_W2 = d_W1 + tl.where(begins, h_X1, 0.0), d_W2 + tl.where(begins, h_X2, 0.0)
+            d_X1, d_X2 = tl.where(begins, 0.0, h_X1), tl.where(begins, 0.0, h_X2)
         else:
             d_W1, d_W2 = h_X1, h_X2
             if d_x_end is not None:
                 if j == total - 1:
-                    if DEPTH == 2:
-                        d_W1 += tl.load(matrix(d_x_end + p * NW, DK, DA))
-                    d_W2 += tl.load(matrix(d_x_end + p * NW + H1, DA, DV))
-    here = d_state + p * NS
-    if DEPTH == 2:
-        tl.store(matrix(here, DK, DA), d_W1)
-    tl.store(matrix(here + H1, DA, DV), d_W2)
+                    more_1, more_2 = load_layers(d_x_end + p * NW, DEPTH, DK, DA, DV)
+                    d_W1, d_W2 = d_W1 + more_1, d_W2 + more_2
+    store_layers(d_state + p * NS, d_W1, d_W2, DEPTH, DK, DA, DV)
     if MOMENTUM:
-        if DEPTH == 2:
-            tl.store(matrix(here + NW, DK, DA), d_S1)
-        tl.store(matrix(here + NW + H1, DA, DV), d_S2)
+        store_layers(d_state + p * NS + NW, d_S1, d_S2, DEPTH, DK, DA, DV)
     if target is not None:
-        if DEPTH == 2:
-            tl.store(matrix(d_target + p * NW, DK, DA), d_T1)
-        tl.store(matrix(d_target + p * NW + H1, DA, DV), d_T2)
+        store_layers(d_target + p * NW, d_T1, d_T2, DEPTH, DK, DA, DV)
     if x is not None:
-        if DEPTH == 2:
-            tl.store(matrix(d_x + p * NW, DK, DA), d_X1)
-        tl.store(matrix(d_x + p * NW + H1, DA, DV), d_X2)
+        store_layers(d_x + p * NW, d_X1, d_X2, DEPTH, DK, DA, DV)
     if NORM:
         tl.store(d_gain + p * DV + wide, g_gain)
         tl.store(d_bias + p * DV + wide, g_bias)

@@ -39,6 +39,27 @@ def matrix(base, M: tl.constexpr, N: tl.constexpr):
 
 
 @jit
+def load_layers(
+    base, DEPTH: tl.constexpr, DK: tl.constexpr, DA: tl.constexpr, DV: tl.constexpr, CACHE: tl.constexpr = ""
+):
+    """The matrices of the hidden layer (depth 1: a placeholder) and of the top layer."""
+    hidden = tl.zeros((1,), tl.float32)
+    if DEPTH == 2:
+        hidden = tl.load(matrix(base, DK, DA), cache_modifier=CACHE)
+        base += DK * DA
+    return hidden, tl.load(matrix(base, DA, DV), cache_modifier=CACHE)
+
+
+@jit
+def store_layers(base, hidden, top, DEPTH: tl.constexpr, DK: tl.constexpr, DA: tl.constexpr, DV: tl.constexpr):
+    """The inverse of `load_layers`."""
+    if DEPTH == 2:
+        tl.store(matrix(base, DK, DA), hidden)
+        base += DK * DA
+    tl.store(matrix(base, DA, DV), top)
+
+
+@jit
 def load_rows(base, live, stride, BC: tl.constexpr, WIDTH: tl.constexpr):
     """[BC, WIDTH] rows `stride` elements apart, zeros where not `live`."""
     where = base + tl.arange(0, BC)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
@@ -189,22 +210,14 @@ def forward_kernel(
     i = tl.arange(0, BC)
     live = i < ROWS
     total = tl.load(lengths + p)
-    W1, S1, S2 = tl.zeros((1,), tl.float32), tl.zeros((1,), tl.float32), tl.zeros((1,), tl.float32)
-    here = state + p * state_stride
-    if DEPTH == 2:
-        W1 = tl.load(matrix(here, DK, DA))
-    W2 = tl.load(matrix(here + H1, DA, DV))
+    S1, S2 = tl.zeros((1,), tl.float32), tl.zeros((1,), tl.float32)
+    W1, W2 = load_layers(state + p * state_stride, DEPTH, DK, DA, DV)
     if MOMENTUM:
-        if DEPTH == 2:
-            S1 = tl.load(matrix(here + NW, DK, DA))
-        S2 = tl.load(matrix(here + NW + H1, DA, DV))
+        S1, S2 = load_layers(state + p * state_stride + NW, DEPTH, DK, DA, DV)
     if SPLIT:
+        X1, X2 = W1, W2
         if x is not None:
-            here = x + p * NW
-        X1 = W1
-        if DEPTH == 2:
-            X1 = tl.load(matrix(here, DK, DA))
-        X2 = tl.load(matrix(here + H1, DA, DV))
+            X1, X2 = load_layers(x + p * NW, DEPTH, DK, DA, DV)
     scale, shift = None, None
     T1 = None if target is None else target + p * NW
     T2 = None if target is None else target + p * NW + H1
@@ -216,27 +229,19 @@ def forward_kernel(
         if kept is not None:
             if (j - first) % every == 0:
                 there = kept + p * kept_stride + (j - first) // every * (2 * NW if MOMENTUM else NW)
-                if DEPTH == 2:
-                    tl.store(matrix(there, DK, DA), W1)
-                tl.store(matrix(there + H1, DA, DV), W2)
+                store_layers(there, W1, W2, DEPTH, DK, DA, DV)
                 if MOMENTUM:
-                    if DEPTH == 2:
-                        tl.store(matrix(there + NW, DK, DA), S1)
-                    tl.store(matrix(there + NW + H1, DA, DV), S2)
+                    store_layers(there + NW, S1, S2, DEPTH, DK, DA, DV)
         if SPLIT:
             begins = j % R == 0
             if x is not None:
                 begins = begins & (j > 0)
-            if DEPTH == 2:
-                X1 = tl.where(begins, W1, X1)
-            X2 = tl.where(begins, W2, X2)
+            X1, X2 = tl.where(begins, W1, X1), tl.where(begins, W2, X2)
         else:
             X1, X2 = W1, W2
         if x_end is not None:
             if j == total - 1:
-                if DEPTH == 2:
-                    tl.store(matrix(x_end + p * NW, DK, DA), X1)
-                tl.store(matrix(x_end + p * NW + H1, DA, DV), X2)
+                store_layers(x_end + p * NW, X1, X2, DEPTH, DK, DA, DV)
         key = load_rows(k + block * ROWS * DK, live, DK, BC, DK)
         value = load_rows(v + block * ROWS * DV, live, DV, BC, DV).to(tl.float32)
         a, delta, below, slope, curve, behind, error, h, inverse = inner_gradient(
@@ -281,10 +286,6 @@ def forward_kernel(
         W2, S2 = write_layer(W2, S2, T2, A_end, D_end, m_last, end_W, end_S, a, delta, DA, DV, MOMENTUM, DT, PREC)
     if end is not None:
         there = end + p * (2 * NW if MOMENTUM else NW)
-        if DEPTH == 2:
-            tl.store(matrix(there, DK, DA), W1)
-        tl.store(matrix(there + H1, DA, DV), W2)
+        store_layers(there, W1, W2, DEPTH, DK, DA, DV)
         if MOMENTUM:
-            if DEPTH == 2:
-                tl.store(matrix(there + NW, DK, DA), S1)
-            tl.store(matrix(there + NW + H1, DA, DV), S2)
+            store_layers(there + NW, S1, S2, DEPTH, DK, DA, DV)
