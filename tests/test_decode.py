@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny import MODES, tiny_config, tiny_model, tokens
 from torch.nn.functional import normalize
+from transformers import StaticCache
 
 from tnt_hf import TNTCache
 from tnt_hf.network_tnt import Net
@@ -142,3 +143,22 @@ def test_a_step_with_gradients_is_the_same_step():
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
     found[-1].sum().backward()
     assert model.model.layers[0].memory.memories[1].lr_proj.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_a_compiled_step_is_compiled_once():
+    """Across chunk ends and resets. (The second graph: the library's static window counts its tokens in an integer,
+    which becomes a symbol when it has changed.)"""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    model, ids = tiny_model(torch.float32, num_hidden_layers=1), tokens(1, 30)
+    full, cache = model(ids).logits, StaticCache(model.config, max_cache_len=30)
+    model(ids[:, :9], past_key_values=cache)
+    step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    for t in range(9, 30):
+        logits = step(input_ids=ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(logits[:, 0], full[:, t], atol=1e-4, rtol=0)
+    assert counters["stats"]["unique_graphs"] <= 2
