@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tnt_hf import TNTForCausalLM, branch_tnt, cache_tnt, modeling_tnt
+from tnt_hf import TNTForCausalLM, branch_tnt, modeling_tnt, state_tnt
 from tnt_hf.conversion import convert_checkpoint, verify, verify_command, verify_conversion
 from tnt_hf.conversion.memory_use import PeakMemory
 from tnt_hf.conversion.verify_branches import opened
@@ -375,7 +375,7 @@ BROKEN_MODELS = {
     ),
     "rows that share one memory": (lambda: output_changed(lambda o: o.mean(0, keepdim=True).expand_as(o)), {"rows"}),
     "state lost between calls": (
-        lambda: (cache_tnt.LayerState, "read", classmethod(lambda *args: None)),
+        lambda: (state_tnt.LayerState, "read", classmethod(lambda *args: None)),
         {"decode"},
     ),
     "padding that enters the memory": (lambda: without("mask"), {"padding"}),
@@ -410,7 +410,7 @@ def test_lost_state_is_far_beyond_rounding(tmp_path, monkeypatch, dtype):
         full = forward(model, ids)
         holds, found = check_decode(model, ids, full, 0, ROUNDING[dtype])
         assert holds and found["worst_token"] < ROUNDING[dtype] / 5
-        monkeypatch.setattr(cache_tnt.LayerState, "read", classmethod(lambda *args: None))
+        monkeypatch.setattr(state_tnt.LayerState, "read", classmethod(lambda *args: None))
         holds, found = check_decode(model, ids, full, 0, ROUNDING[dtype])
         assert not holds and found["worst_token"] > 2 * ROUNDING[dtype]
 
