@@ -1,6 +1,6 @@
 """Tokens per second of greedy decoding: models with memory against a Llama of as many parameters, 1k tokens cached.
 
-    python -m tnt_hf.recipes.benchmarks.decode --out results/decode.json
+    python -m tnt_hf.recipes.benchmarks.decode --out results/decode_demo.json
 
 All models have the shape of the demo's (`tnt demo`): `hybrid` is what the demo converts its Llama into, at stage 2;
 `tnt` is TNT from scratch, deep memories with Q-K projection, one of them local with chunks of one token. Their caches
