@@ -316,7 +316,7 @@ class TNTMemory(nn.Module):
             queries[interval], projections[interval] = project_queries(
                 *tokens,
                 reset_interval=interval,
-                implementation=how,
+                implementation="triton" if how == "triton" else "chunk",
                 normalize=self.projection_norm,
                 mask=mask,
                 segment_ids=segment_ids,

@@ -60,7 +60,10 @@ def build_masks(
                 past_key_values.holds_padding = True
     padded = masks["memory"] is not None or getattr(past_key_values, "holds_padding", False)
     if T == 1 and not padded and sees_whole_cache(config, past_key_values):
-        return masks | {"sliding_attention": None, "full_attention": None}
+        return masks | {
+            "sliding_attention": _full_window(config, past_key_values, inputs_embeds),
+            "full_attention": None,
+        }
     by_valid_tokens = padded and implementation in ("sdpa", "eager") and not torch.compiler.is_compiling()
     by_valid_tokens = by_valid_tokens and isinstance(past_key_values, TNTCache | None)
     same_document = None
@@ -103,6 +106,19 @@ def sees_whole_cache(config: TNTConfig, cache: Cache | None) -> bool:
     if torch.compiler.is_compiling() or config._attn_implementation not in ("sdpa", "eager"):
         return False
     return isinstance(cache, TNTCache)  # a static one has room for keys that are not there yet
+
+
+def _full_window(config: TNTConfig, cache: TNTCache, inputs_embeds: Tensor) -> Tensor | None:
+    """The mask of one token that sees all keys of its window. The library gives none until the window is full, and
+    one of ones from then on, which SDPA rounds differently: a converted model has to do as its source does."""
+    sliding = (i for i, kind in enumerate(config.layer_types) if "sliding" in kind)
+    layer = next(sliding, None)
+    if layer is None or config._attn_implementation != "sdpa":
+        return None
+    keys = cache.cached_window(layer) + 1
+    if keys < config.sliding_window:
+        return None
+    return inputs_embeds.new_ones((1, 1, 1, config.num_persistent_tokens + keys), dtype=torch.bool)
 
 
 def _valid_window_mask(mask: Tensor, T: int, cached: int, window: int, segment_ids: Tensor | None) -> Tensor:
