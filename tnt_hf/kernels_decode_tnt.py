@@ -1,4 +1,4 @@
-"""The decode step as one Triton kernel: `memory_tnt`'s recurrence for one token of every row, the state written in
+"""The decode step as one Triton kernel: `step_tnt.token`, the recurrence for one token of every row, the state written in
 place.
 
 Axis legend
@@ -217,12 +217,12 @@ def token(
 
 @torch.no_grad()
 def token_step(state, init: list[Tensor], net, options: dict, q, k, v, lr, momentum, decay, present):
-    """`memory_tnt._token` in one kernel, without gradient: one token of every row.
+    """`step_tnt.token` in one kernel, without gradient: one token of every row.
 
     Args:
         state: a `MemoryState` of contiguous float32 tensors of its own (no expanded views), which are overwritten. Its
             `time` stays: memories share it, so whoever calls them advances it.
-        init, net, options: W_init, the network and the options of `memory_chunkwise`, as `_token` has them.
+        init, net, options: W_init, the network and the options of `memory_chunkwise`, as `token` has them.
         q `[B, H, G, K]`, k `[B, H, 1, K]`, v `[B, H, 1, V]`, lr, momentum, decay `[B, H]`, present `[B]` bool or
             `None`.
 
