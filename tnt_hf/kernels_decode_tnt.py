@@ -1,5 +1,4 @@
-"""The decode step as one Triton kernel: `step_tnt.token`, the recurrence for one token of every row, the state written in
-place.
+"""The decode step as one Triton kernel: `step_tnt.token`, the recurrence for one token, with the state in place.
 
 Axis legend
     B batch   H memory heads   G query heads per memory head (BG: up to a power of two)   C tokens per chunk
