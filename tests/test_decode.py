@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny import MODES, tiny_config, tiny_model, tokens
 from torch.nn.functional import normalize
+from torch.nn.utils import parametrize
 from transformers import StaticCache
 
 from tnt_hf import TNTCache
@@ -143,6 +144,50 @@ def test_a_step_with_gradients_is_the_same_step():
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
     found[-1].sum().backward()
     assert model.model.layers[0].memory.memories[1].lr_proj.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@torch.no_grad()
+def test_one_token_keeps_to_the_mask_it_is_given(attn):
+    """Also if the cache has no note of it: a finished mask of attention, and tokens that are hidden after the fact."""
+    attention = {"global_chunk_size": None, "local_chunk_sizes": [], "sliding_window": None}
+    model = tiny_model(**attention, num_hidden_layers=1, attn_implementation=attn)
+    ids, cache, seen = tokens(1, 9), TNTCache(model.config), torch.arange(9)[None] >= 5
+    expected = model(ids, attention_mask=seen.long()).logits[:, 8:]
+    finished = seen[:, None, None]
+    if attn == "eager":
+        finished = torch.zeros(finished.shape).masked_fill(~finished, -torch.inf)
+    model(ids[:, :8], past_key_values=cache)
+    for mask in (finished, seen.long()):
+        found = model(ids[:, 8:], attention_mask=mask, past_key_values=copy.deepcopy(cache)).logits
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_one_token_after_a_compiled_padded_prompt():
+    """A compiled call leaves no note in the cache that there is padding."""
+    torch.compiler.reset()
+    model, ids = tiny_model(sliding_window=None, num_hidden_layers=1, local_chunk_sizes=[]), tokens(2, 10)
+    mask = torch.tensor([[0] * 3 + [1] * 7, [1] * 10])
+    cache = TNTCache(model.config)
+    prompt = torch.compile(model.forward, backend="eager")
+    prompt(input_ids=ids[:, :9], attention_mask=mask[:, :9], past_key_values=cache, use_cache=True)
+    found = model(ids[:, 9:], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(found, model(ids, attention_mask=mask).logits[:, 9:], atol=1e-9, rtol=0)
+
+
+class Half(torch.nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+@torch.no_grad()
+def test_a_parametrized_start_takes_effect_while_decoding():
+    model, ids, cache = tiny_model(), tokens(2, 12), TNTCache(tiny_config())
+    parametrize.register_parametrization(model.model.layers[0].memory.memories[1].weights, "0", Half())
+    decoded = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(12)]
+    torch.testing.assert_close(torch.cat(decoded, 1), model(ids).logits, atol=1e-9, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore")

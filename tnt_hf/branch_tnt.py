@@ -147,7 +147,8 @@ class TNTMemoryUnit(nn.Module):
             "layernorm": affine and [x.to(q.dtype)[:, None] for x in affine],
         }
         parameters = self.weights._parameters  # iterating over a ParameterList is slow, and so are its guards
-        init = [parameters[str(i)] for i in range(len(state.weights))]
+        # a parametrized one is no parameter
+        init = list(parameters.values()) if len(parameters) == len(state.weights) else list(self.weights)
         gates = self.gates(hidden_states, lr_scale, q.dtype)
         tokens = options, q, k, v, *gates, present
         if choose(FIELD, self.implementation, q.device, unsupported_step, q.dtype, init) == "triton":

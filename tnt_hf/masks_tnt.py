@@ -54,12 +54,13 @@ def build_masks(
         memory_mask = attention_mask[:, -T:].to(torch.bool)
         if torch.compiler.is_compiling():
             masks["memory"] = memory_mask
-        elif not bool(memory_mask.all()):
-            masks["memory"] = memory_mask
+        elif not bool(attention_mask.all()):  # cached tokens count: a compiled call leaves no note of its padding
+            masks["memory"] = None if bool(memory_mask.all()) else memory_mask
             if past_key_values is not None:
                 past_key_values.holds_padding = True
+    given = attention_mask is not None and attention_mask.ndim != 2  # a finished mask of attention
     padded = masks["memory"] is not None or getattr(past_key_values, "holds_padding", False)
-    if T == 1 and not padded and sees_whole_cache(config, past_key_values):
+    if T == 1 and not given and not padded and sees_whole_cache(config, past_key_values):
         return masks | {
             "sliding_attention": _full_window(config, past_key_values, inputs_embeds),
             "full_attention": None,
