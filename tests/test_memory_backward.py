@@ -7,7 +7,7 @@ from test_memory import assert_same, leaves, make_inputs, probe, run
 
 from tnt_hf import reverse_tnt
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
-from tnt_hf.projection_tnt import unit_vectors
+from tnt_hf.projection_tnt import project_queries, unit_vectors
 
 
 @pytest.mark.parametrize("grad_bound", [None, 2.0])  # about half of these gradients are larger than 2
@@ -71,3 +71,15 @@ def test_the_backward_of_unit_vectors_is_the_librarys():
     outputs = [unit_vectors(x), F.normalize(x, dim=-1)]
     assert_same(outputs[:1], outputs[1:], 1e-15)
     assert_same([torch.autograd.grad(outputs[0], x, d)[0]], torch.autograd.grad(outputs[1], x, d), 1e-14)
+
+
+def test_a_query_before_the_first_key_has_no_gradient():
+    """Keys of zeros leave M at zero, where the derivative of q M / |q M| is 1e12: no rounding error may meet it."""
+    g = torch.Generator().manual_seed(0)
+    q, k, d = (torch.randn(1, 9, 2, 4, generator=g) for _ in range(3))
+    k[:, :3] = 0
+    q.requires_grad_(), k.requires_grad_()
+    projected, _ = project_queries(q, k, reset_interval=None)
+    d_q, d_k = torch.autograd.grad(projected, (q, k), d)
+    assert (d_q[:, :3] == 0).all() and (d_k[:, :3] == 0).all()
+    assert (d_q[:, 3:] != 0).any() and d_q.abs().max() < 1e3

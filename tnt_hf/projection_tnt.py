@@ -51,20 +51,20 @@ def unit_vectors(x: Tensor) -> Tensor:
 
 
 class _RunningProjection(torch.autograd.Function):
-    """q_t M_t with M_t = M_0 + sum_{i<=t} u_i^T u_i for unit keys u: linear attention with k = v. Backward undoes M
-    chunk by chunk."""
+    """q_t M_t with M_t = M_0 + sum_{i<=t} u_i^T u_i for unit keys u: linear attention with k = v. Backward sums M
+    again: undoing it leaves a rounding error where M was 0, and there the derivative of |q M| is 1e12."""
 
     @staticmethod
     def forward(ctx, counts, starts, groups, q, u, M):
+        ctx.save_for_backward(q, u, M)
+        ctx.grid = counts, starts, groups
         out, M = torch.zeros_like(q), M.clone()
         for n, first in zip(counts, starts):
             here = slice(first, first + n)
             pairs = _causal(q[here] @ u[here].transpose(1, 2), groups)
             out[here] = torch.baddbmm(pairs @ u[here], q[here], M[:n])
             M[:n].baddbmm_(u[here].transpose(1, 2), u[here])
-        ctx.save_for_backward(q, u, M)
-        ctx.grid = counts, starts, groups
-        return out, M.clone() if ctx.needs_input_grad[4] else M
+        return out, M
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -72,12 +72,16 @@ class _RunningProjection(torch.autograd.Function):
         q, u, M = ctx.saved_tensors
         counts, starts, groups = ctx.grid
         M, d_M, d_q, d_u = M.clone(), d_M.clone(), torch.zeros_like(q), torch.zeros_like(u)
+        before = []
+        for n, first in zip(counts, starts):
+            y = u[first : first + n]
+            before.append(M[:n].clone())
+            M[:n].baddbmm_(y.transpose(1, 2), y)
         for n, first in zip(reversed(counts), reversed(starts)):
             here = slice(first, first + n)
             x, y, d = q[here], u[here], d_out[here]
-            M[:n].baddbmm_(y.transpose(1, 2), y, alpha=-1)
             d_pairs = _causal(d @ y.transpose(1, 2), groups)
-            d_q[here] = torch.baddbmm(d_pairs @ y, d, M[:n].transpose(1, 2))
+            d_q[here] = torch.baddbmm(d_pairs @ y, d, before.pop().transpose(1, 2))
             pairs = _causal(x @ y.transpose(1, 2), groups)
             d_u[here] = (
                 d_pairs.transpose(1, 2) @ x + pairs.transpose(1, 2) @ d + y @ (d_M[:n] + d_M[:n].transpose(1, 2))
