@@ -83,3 +83,22 @@ def test_a_query_before_the_first_key_has_no_gradient():
     d_q, d_k = torch.autograd.grad(projected, (q, k), d)
     assert (d_q[:, :3] == 0).all() and (d_k[:, :3] == 0).all()
     assert (d_q[:, 3:] != 0).any() and d_q.abs().max() < 1e3
+
+
+@pytest.mark.parametrize("op", [memory_naive, memory_chunkwise])
+@pytest.mark.parametrize("T", [1, 5])
+def test_what_an_absent_token_holds_is_not_seen(op, T):
+    """Not even if it is not a number; one token that goes on from a state takes a way of its own."""
+    tensors, weights, _ = make_inputs(T=T)
+    state = memory_naive(*tensors, weights, chunk_size=2, output_final_state=True)[1]
+    mask = torch.ones(tensors[0].shape[:2], dtype=torch.bool)
+    mask[0, 0] = False
+    results = []
+    for filling in (0.0, torch.nan):
+        inputs = [x.detach().clone() for x in tensors]
+        for x in inputs:
+            x[0, 0] = filling
+            x.requires_grad_()
+        o, end = op(*inputs, weights, chunk_size=2, mask=mask, initial_state=state, output_final_state=True)
+        results.append([o, *end.weights, *torch.autograd.grad(o.square().sum() + end.weights[0].sum(), inputs)])
+    assert_same(*results, 0)

@@ -58,6 +58,10 @@ def _run_tokens(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
     """The recurrence over T tokens; a change of `segment_ids` between valid tokens starts a new document."""
     B, T, Hq, K = q.shape
     H = k.shape[2]
+    if mask is not None:  # what is not finite at an absent token would be so times 0 too
+        tensors = (q, k, v, lr, momentum, decay)
+        absent = [None if x is None else ~mask.view(B, T, *[1] * (x.dim() - 2)) for x in tensors]
+        q, k, v, lr, momentum, decay = (None if x is None else x.masked_fill(y, 0) for x, y in zip(tensors, absent))
     fresh = _fresh_state(init, B, momentum is not None, options["query_projection"] != "none", K)
     state = fresh if state is None else state
     segment, outputs, losses = None, [], []
