@@ -15,7 +15,8 @@ from transformers import StaticCache
 
 from tnt_hf import TNTCache
 from tnt_hf.network_tnt import Net
-from tnt_hf.step_tnt import Clock, MemoryState, memory_step, token
+from tnt_hf.projection_tnt import project_queries
+from tnt_hf.step_tnt import Clock, MemoryState, memory_step, project_step, token
 
 
 B, H, G, K = 3, 2, 2, 6
@@ -77,6 +78,9 @@ def test_the_step_in_place_is_the_recurrence(depth, layernorm, momentum, decay, 
         inputs = random_token(g, momentum, decay)
         present = torch.rand(B, generator=g) < 0.6 if absent else None
         o, expected, loss = token(expected, weights, net, options, *inputs, present)
+        if absent:  # what an absent token holds is not seen
+            shown = [present.view(-1, *[1] * (x.dim() - 1)) if x is not None else None for x in inputs]
+            inputs = [x if x is None else torch.where(row, x, torch.nan) for x, row in zip(inputs, shown)]
         for on_host, state in found.items():
             clock = Clock.of(state.time, present) if on_host else Clock(state.time, present)
             here, error = memory_step(state, weights, net, options, *inputs, present, clock)
@@ -207,3 +211,20 @@ def test_a_compiled_step_is_compiled_once():
         logits = step(input_ids=ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits
         torch.testing.assert_close(logits[:, 0], full[:, t], atol=1e-4, rtol=0)
     assert counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_first_token_behind_a_reset_is_projected_onto_its_key(in_place):
+    """There q M is (q . u) u: its direction must not depend on how small q . u is."""
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(4000, 1, 1, 16, generator=g), torch.randn(4000, 1, 1, 16, generator=g)
+    M, time = torch.zeros(4000, 1, 16, 16), torch.zeros(4000, dtype=torch.long)
+    if in_place:
+        unit = normalize(k, dim=-1)
+        found = project_step(M, q, unit, 8, True, None, Clock.of(time, None))
+    else:
+        found, _ = project_queries(q, k, reset_interval=8, initial_state=(M, time))
+    q, k = q.double(), k.double()
+    want = normalize((q * k).sum(-1, keepdim=True) * k, dim=-1)
+    # float32 rounds at 6e-8; a product with the rounded u^T u is off by 1e-3 where q . u is small
+    assert (found - want).abs().max() < 1e-6

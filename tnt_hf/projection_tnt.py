@@ -152,7 +152,8 @@ def _project_one(q, k, dtype, interval, normalize, mask, _, initial_state, outpu
     u = F.normalize(k.to(dtype)[:, 0, :, None], dim=-1)
     old = M if interval is None else M * (time % interval != 0).view(-1, 1, 1, 1)
     new = torch.addcmul(old, u.transpose(-1, -2), u)
-    out = q.to(dtype)[:, 0].unflatten(1, (k.shape[2], -1)) @ new
+    x = q.to(dtype)[:, 0].unflatten(1, (k.shape[2], -1))
+    out = x @ old + (x @ u.transpose(-1, -2)) * u  # x @ new, with an exact direction behind a reset
     out = F.normalize(out, dim=-1) if normalize else out
     if mask is not None:
         present = mask.view(-1, 1, 1, 1)

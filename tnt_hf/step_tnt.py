@@ -85,13 +85,11 @@ def token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k,
 
     query = q
     if M is not None:
-        unit = F.normalize(k, dim=-1)
-        newM = unit.transpose(-1, -2) @ unit
-        if options["query_projection"] == "shard":
-            newM = newM + M
-        else:  # "chunk": the sum of Eq. 7 as printed, from the chunk's first token
-            newM = newM + M * (state.time % C != 0).view(-1, 1, 1, 1)
-        query = q @ newM
+        unit, oldM = F.normalize(k, dim=-1), M
+        if options["query_projection"] == "chunk":  # the sum of Eq. 7 as printed, from the chunk's first token
+            oldM = M * (state.time % C != 0).view(-1, 1, 1, 1)
+        newM = oldM + unit.transpose(-1, -2) @ unit
+        query = q @ oldM + (q @ unit.transpose(-1, -2)) * unit  # q @ newM, with an exact direction behind a reset
         query = F.normalize(query, dim=-1) if options["normalize_projection"] else query
         M = newM if present is None else pick(present, [newM], [M])[0]
     o = apply_net(net, new if options["read"] == "current" else start, query, ln)
@@ -177,10 +175,12 @@ def project_step(M: Tensor, q: Tensor, unit: Tensor, interval: int | None, norma
     if (rows := clock.resets(interval)) is not None:
         overwrite([M], rows, [M.new_zeros(())])
     if present is not None:
-        unit = unit * present.view(-1, 1, 1, 1)
+        unit = torch.where(present.view(-1, 1, 1, 1), unit, 0.0)
+    x, u = q.flatten(0, 1), unit.flatten(0, 1)
+    # not q @ M_t: behind a reset that is (q . u) u, whose direction a rounded u^T u would blur
+    out = torch.baddbmm(torch.bmm(x, u.mT) * u, x, M.flatten(0, 1)).view(q.shape)
     M.addcmul_(unit.mT, unit)
-    q = torch.bmm(q.flatten(0, 1), M.flatten(0, 1)).view(q.shape)
-    return F.normalize(q, dim=-1) if normalize else q
+    return F.normalize(out, dim=-1) if normalize else out
 
 
 def memory_step(
@@ -217,10 +217,11 @@ def memory_step(
             overwrite(start, rows, init)
         if S is not None:
             overwrite(S, rows, [s.new_zeros(()) for s in S])
-    if present is not None:
-        lr = lr * present[:, None]
+    if present is not None:  # whatever an absent token holds: 0 * nan is nan
+        q, k, v = (torch.where(present.view(-1, 1, 1, 1), x, 0.0) for x in (q, k, v))
+        lr = torch.where(present[:, None], lr, 0.0)
         momentum = None if momentum is None else torch.where(present[:, None], momentum, 1.0)
-        decay = None if decay is None else decay * present[:, None]
+        decay = None if decay is None else torch.where(present[:, None], decay, 0.0)
 
     def programs(x: Tensor) -> Tensor:  # [B, H, ...] -> [B H, ...]
         return x.flatten(0, 1)

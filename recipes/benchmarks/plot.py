@@ -41,6 +41,9 @@ def grouped(axis, series: dict[str, dict[str, dict]], groups: list[str]) -> None
 
 def lines(axis, series: dict[str, dict[str, dict]], **style) -> None:
     """Lines of medians over a length in tokens, both axes logarithmic."""
+    from matplotlib import colormaps
+
+    axis.set_prop_cycle(color=colormaps["tab20"].colors)  # there may be more contestants than the usual ten colours
     for name, entry in series.items():
         lengths = sorted(map(int, entry))
         middle, low, high = ([entry[str(n)][key] for n in lengths] for key in ("median", "min", "max"))
