@@ -3,13 +3,14 @@
 import pytest
 import torch
 from interpreter import run_cases
-from test_memory import assert_same
+from test_memory import assert_same, make_inputs
 from tiny import tiny_model
 
 from tnt_hf import branch_tnt
 from tnt_hf.kernels_global_tnt import TritonGlobal
 from tnt_hf.kernels_projection_tnt import TritonProjection
 from tnt_hf.kernels_tnt import TritonScan
+from tnt_hf.memory_tnt import memory_chunkwise
 
 
 SHAPE = {"head_dim": 16, "global_chunk_size": 8, "local_chunk_sizes": [4], "local_reset_interval": 16}
@@ -94,3 +95,27 @@ def case_each_kernel_is_used(monkeypatch):
         assert used == set(kernels[:3])
         model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
     assert used == set(kernels)
+
+
+def case_a_bfloat16_model_has_float32_gates_and_states():
+    """The interpreter computes in float32, so what is left is how tokens are rounded on their way into a kernel."""
+    ids, results = torch.arange(20)[None] % 13, []
+    for implementation in ("chunk", "triton"):
+        model = tiny_model(torch.bfloat16, **SHAPE, memory_implementation=implementation)
+        with torch.no_grad():
+            out = model(ids, use_cache=True)
+        dtypes = {x.dtype for layer in out.past_key_values.layers for x in layer.recurrent_states.values()}
+        assert dtypes == {torch.float32, torch.int64}
+        results.append(out.logits.float())
+    # bfloat16 rounds at 4e-3, a few times on the way to logits of order 1
+    assert (results[1] - results[0]).norm() < 2e-2 * results[0].norm()
+
+
+def case_the_op_projects_with_its_kernel_too(monkeypatch):
+    tensors, weights, options = make_inputs(T=12, H=1, K=16, V=16, hidden=16, dtype=torch.float32)
+    used, kernel = [], TritonProjection.apply
+    monkeypatch.setattr(TritonProjection, "apply", lambda *args: used.append(1) or kernel(*args))
+    options |= {"chunk_size": 4, "reset_interval": 8, "query_projection": "shard"}
+    o = [memory_chunkwise(*tensors, weights, **options, implementation=x)[0] for x in ("chunk", "triton")]
+    assert used == [1]
+    assert_same([o[1]], [o[0]], CLOSE)

@@ -314,7 +314,7 @@ class TNTMemory(nn.Module):
         how = choose(FIELD, self.implementation, q.device, unsupported_projection, q.dtype, q.shape[-1])
         tokens = (q.to(operands), k.to(operands)) if how == "triton" else (q, k)
         for interval in layout.intervals:
-            queries[interval], projections[interval] = project_queries(
+            query, projections[interval] = project_queries(
                 *tokens,
                 reset_interval=interval,
                 implementation="triton" if how == "triton" else "chunk",
@@ -324,6 +324,7 @@ class TNTMemory(nn.Module):
                 initial_state=None if state is None else (state.projections[interval], state.time),
                 output_final_state=keep,
             )
+            queries[interval] = query.to(q.dtype)  # operands are rounded, gates and states are not
         total, states, surprises = 0, [], []
         for i, (spec, unit) in enumerate(zip(layout.specs, self.memories)):
             o, memory_state, surprise = unit(

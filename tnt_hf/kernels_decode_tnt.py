@@ -12,6 +12,8 @@ out. Travels with every pushed checkpoint.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -247,15 +249,16 @@ def token_step(state, init: list[Tensor], net, options: dict, q, k, v, lr, momen
     here = time if present is None else present.contiguous().view(torch.int8)
     init, start, S = [w.contiguous() for w in init], start if chunked else W, S or W
     tile = min(E, max(16, ELEMENTS // (BG * max(K, V))))
-    token[(B * H,)](
-        q, k, v, lr, mu, alpha, here, time, init[0], init[-1], W[0], W[-1], start[0], start[-1], S[0], S[-1],
-        lr if M is None else M, gain, bias, o, error, H, options["chunk_size"], options["reset_interval"] or 1,
-        net.eps, bound or 0.0, K, E, V, G, BG, tile, min(K, max(16, 2048 // K)), L, net.activation, net.residual,
-        ln is not None, state.momentum is not None, decay is not None, options["decay_target"] == "init",
-        "none" if M is None else options["query_projection"], options["normalize_projection"],
-        options["read"] == "current", chunked, present is not None, options["reset_interval"] is not None,
-        bound is not None, num_warps=8,
-    )  # fmt: skip
+    with nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(q):
+        token[(B * H,)](
+            q, k, v, lr, mu, alpha, here, time, init[0], init[-1], W[0], W[-1], start[0], start[-1], S[0], S[-1],
+            lr if M is None else M, gain, bias, o, error, H, options["chunk_size"], options["reset_interval"] or 1,
+            net.eps, bound or 0.0, K, E, V, G, BG, tile, min(K, max(16, 2048 // K)), L, net.activation, net.residual,
+            ln is not None, state.momentum is not None, decay is not None, options["decay_target"] == "init",
+            "none" if M is None else options["query_projection"], options["normalize_projection"],
+            options["read"] == "current", chunked, present is not None, options["reset_interval"] is not None,
+            bound is not None, num_warps=8,
+        )  # fmt: skip
     return o, error
 
 

@@ -170,7 +170,8 @@ def triton_scan(plan: Plan, q, k, v, scalars, ln, target, xi, W, S):
     if not plan.current:
         coef, none = chunk_coefficients(*scalars, False), [None] * depth
         states = [*W, *(xi or none), *(S or none), *(target or none)]
-        o, loss, *final = TritonGlobal.apply(plan, depth, q, k, v, *coef, *(ln or (None, None)), *states)
+        with torch.cuda.device_of(q):
+            o, loss, *final = TritonGlobal.apply(plan, depth, q, k, v, *coef, *(ln or (None, None)), *states)
         kinds = [final[i * depth : (i + 1) * depth] for i in range(3)]
         return o, loss, *(None if x[0] is None else list(x) for x in kinds)
     rows, blocks = Shape.split(C)

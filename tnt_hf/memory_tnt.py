@@ -28,7 +28,7 @@ from torch import Tensor
 from .coefficients_tnt import chunk_coefficients
 from .grid_tnt import dense_grid, ragged_grid, rows_of
 from .inputs_tnt import check_inputs, check_positive
-from .kernels_tnt import choose, triton_scan, unsupported_scan
+from .kernels_tnt import choose, triton_scan, unsupported_projection, unsupported_scan
 from .network_tnt import Net
 from .projection_tnt import project_queries
 from .reverse_tnt import ChunkScan
@@ -169,7 +169,8 @@ def memory_chunkwise(
         segment_ids: `[B, T]` int; a change between valid tokens starts a new document (fresh memory, time 0).
         initial_state: a state to go on from, per row at its own memory time, also inside a chunk.
         implementation: "chunk", "naive", "triton" (raises where it cannot run) or "auto": on CUDA "triton" where it
-        can run, else "chunk". Triton multiplies bfloat16 q, k and v as they are.
+        can run, else "chunk". Triton multiplies bfloat16 q, k and v as they are. One token after a state is the
+        recurrence itself in all of them.
         grad_bound: limit on |g_t| over all layers (then a chunk moves the weights by at most `grad_bound` x the sum
         of its theta). output_surprise: also return the inner loss 1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B,
         T, H]`, without gradient.
@@ -209,9 +210,11 @@ def memory_chunkwise(
 
     dtype = torch.promote_types(torch.promote_types(q.dtype, weights[0].dtype), torch.float32)
     operands = q.dtype if q.dtype == torch.bfloat16 else dtype
-    implementation = choose(
-        "implementation", implementation, q.device, unsupported_scan, dtype, read, weights, operands
-    )
+    asked, memory = implementation, (dtype, read, weights, operands)
+    implementation = choose("implementation", asked, q.device, unsupported_scan, *memory)
+    projection = "chunk"
+    if implementation == "triton" and query_projection != "none":
+        projection = choose("implementation", asked, q.device, unsupported_projection, dtype, q.shape[3])
     net = Net(activation, residual, 0.0 if layernorm is None else float(layernorm[2]))
     options = {
         "chunk_size": chunk_size,
@@ -225,6 +228,7 @@ def memory_chunkwise(
         "keep_loss": output_surprise,
         "layernorm": None if layernorm is None else [x.to(dtype)[:, None] for x in layernorm[:2]],
         "triton": implementation == "triton",
+        "projection": projection,
     }
     tokens = operands if implementation == "triton" and q.is_cuda else dtype  # the interpreter is wrong for bfloat16
 
@@ -259,6 +263,7 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
         q, M = project_queries(
             q, k, reset_interval=C if kind == "chunk" else interval, normalize=options["normalize_projection"],
             mask=mask, segment_ids=segment_ids, initial_state=state and (M, state.time), output_final_state=True,
+            implementation=options["projection"],
         )  # fmt: skip
     if mask is None and segment_ids is None and state is None:
         grid = dense_grid(B, T, C, interval, q.device)

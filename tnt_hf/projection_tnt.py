@@ -177,7 +177,8 @@ def _project_many(projection, q, k, dtype, interval, normalize, mask, segment_id
     u = unit_vectors(grid.gather(k).to(dtype)).flatten(0, 1).to(operand)
     M = grid.rowwise(x.new_zeros(H, K, K, dtype=dtype), M)
     counts, starts = ([n * H for n in y] for y in (grid.counts, grid.starts))
-    out, M = projection.apply(counts, starts, Hq // H, x, u, M)
+    with torch.cuda.device_of(q):
+        out, M = projection.apply(counts, starts, Hq // H, x, u, M)
     out = unit_vectors(out.to(dtype)) if normalize else out
     out = grid.scatter(out.unflatten(1, (C, -1)).unflatten(0, (-1, H))).flatten(2, 3)
     return out.to(q.dtype), M.unflatten(0, (-1, H))[grid.last_row] if output_final_state else None
