@@ -39,8 +39,8 @@ ARROWS = {
     "inputs_tnt": set(),
     "step_tnt": {"network_tnt"},
     "kernels_parts_tnt": set(),
-    "kernels_local_tnt": set(),
-    "kernels_local_reverse_tnt": {"kernels_local_tnt"},
+    "kernels_local_tnt": {"kernels_parts_tnt"},
+    "kernels_local_reverse_tnt": {"kernels_local_tnt", "kernels_parts_tnt"},
     "kernels_tnt": {
         "coefficients_tnt",
         "scan_tnt",

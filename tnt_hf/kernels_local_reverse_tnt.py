@@ -9,19 +9,13 @@ A block is recomputed from the state before it, which the forward kept or a seco
 the gradient of name. Travels with every pushed checkpoint.
 """
 
-try:
-    import triton.language as tl
-except ImportError:
-    from types import SimpleNamespace
-
-    tl = SimpleNamespace(constexpr=None)
+from __future__ import annotations
 
 from .kernels_local_tnt import (
     activate,
     bound_scale,
     dot,
     inner_gradient,
-    jit,
     load_layers,
     load_rows,
     matrix,
@@ -32,6 +26,7 @@ from .kernels_local_tnt import (
     store_rows,
     through_standardise,
 )
+from .kernels_parts_tnt import jit, tl
 
 
 @jit

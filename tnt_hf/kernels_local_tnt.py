@@ -10,20 +10,9 @@ long for a tile is cut into blocks that keep its W_xi, and a state carried into 
 thing. Accumulation and state are float32, matrix operands DT. Travels with every pushed checkpoint.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # `kernels_tnt` refuses to run without it; the definitions need the annotations only
-    from types import SimpleNamespace
+from __future__ import annotations
 
-    triton, tl = None, SimpleNamespace(constexpr=None)
-
-
-def jit(function=None, **options):
-    """`triton.jit` where there is a Triton."""
-    if triton is None:
-        return function or jit
-    return triton.jit(function, **options)
+from .kernels_parts_tnt import jit, tl
 
 
 @jit

@@ -17,14 +17,15 @@ import torch
 try:
     import triton
     import triton.language as tl
-
-    jit = triton.jit
 except ImportError:  # Linux only, and optional there
     triton = tl = None
 
-    def jit(function):
-        """A kernel without Triton: it is only a name."""
-        return function
+
+def jit(function=None, **options):
+    """`triton.jit`; without Triton a kernel is only a name."""
+    if triton is None:
+        return function or jit
+    return triton.jit(function, **options)
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, slowly, as in the tests
