@@ -14,7 +14,6 @@ from __future__ import annotations
 from .kernels_local_tnt import (
     activate,
     bound_scale,
-    dot,
     inner_gradient,
     load_layers,
     load_rows,
@@ -26,24 +25,24 @@ from .kernels_local_tnt import (
     store_rows,
     through_standardise,
 )
-from .kernels_parts_tnt import jit, tl
+from .kernels_parts_tnt import dot, jit, tl
 
 
 @jit
 def reverse_write(
     d_W, d_S, d_T, W, S, target, A_end, D_end, m_end, end, end_S, a, delta, M: tl.constexpr, N: tl.constexpr,
-    MOMENTUM: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    MOMENTUM: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Through `write_layer`: d_W, d_S, d_T before the block, d_a, d_delta and the gradients of its scalars A_end,
     D_end, m_end, end and end_S."""
-    moved = dot(a, d_W, DT, PREC)
-    d_a = -end[:, None] * dot(delta, tl.trans(d_W), DT, PREC)
+    moved = dot(a, d_W, DT)
+    d_a = -end[:, None] * dot(delta, tl.trans(d_W), DT)
     d_delta = -end[:, None] * moved
     d_end = -tl.sum(delta * moved, 1)
     d_A, d_D, d_m, d_end_S = 0.0, 0.0, 0.0, 0.0
     if MOMENTUM:
-        moved = dot(a, d_S, DT, PREC)
-        d_a -= end_S[:, None] * dot(delta, tl.trans(d_S), DT, PREC)
+        moved = dot(a, d_S, DT)
+        d_a -= end_S[:, None] * dot(delta, tl.trans(d_S), DT)
         d_delta -= end_S[:, None] * moved
         d_end_S = -tl.sum(delta * moved, 1)
         d_D = tl.sum(d_W * S)
@@ -61,35 +60,35 @@ def reverse_write(
 @jit
 def reverse_read(
     x, d_y, d_W, d_S, d_T, d_a, d_delta, d_pairs, d_A, d_D, W, S, target, A, D, pairs, a, delta, M: tl.constexpr,
-    N: tl.constexpr, MOMENTUM: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    N: tl.constexpr, MOMENTUM: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Through `read_layer`: adds to every sum and returns d_x first."""
-    scores, back = dot(x, tl.trans(a), DT, PREC), dot(d_y, tl.trans(delta), DT, PREC)
+    scores, back = dot(x, tl.trans(a), DT), dot(d_y, tl.trans(delta), DT)
     d_pairs -= scores * back
-    d_delta -= dot(tl.trans(pairs * scores), d_y, DT, PREC)
+    d_delta -= dot(tl.trans(pairs * scores), d_y, DT)
     d_scores = pairs * back
-    d_a -= dot(tl.trans(d_scores), x, DT, PREC)
+    d_a -= dot(tl.trans(d_scores), x, DT)
     x_T = tl.trans(x)
     if A is not None:
         if target is not None:
             goal = tl.load(matrix(target, M, N))
             W -= goal
-            d_T += dot(x_T, (1.0 - A)[:, None] * d_y, DT, PREC)
-        d_x = dot(d_y, tl.trans(W), DT, PREC)
+            d_T += dot(x_T, (1.0 - A)[:, None] * d_y, DT)
+        d_x = dot(d_y, tl.trans(W), DT)
         d_A += tl.sum(d_x * x, 1)
         d_x *= A[:, None]
         if target is not None:
-            d_x += dot(d_y, tl.trans(goal), DT, PREC)
-        d_W += dot(x_T, A[:, None] * d_y, DT, PREC)
+            d_x += dot(d_y, tl.trans(goal), DT)
+        d_W += dot(x_T, A[:, None] * d_y, DT)
     else:
-        d_x = dot(d_y, tl.trans(W), DT, PREC)
-        d_W += dot(x_T, d_y, DT, PREC)
+        d_x = dot(d_y, tl.trans(W), DT)
+        d_W += dot(x_T, d_y, DT)
     if MOMENTUM:
-        pull = dot(d_y, tl.trans(S), DT, PREC)
+        pull = dot(d_y, tl.trans(S), DT)
         d_D += tl.sum(pull * x, 1)
         d_x += D[:, None] * pull
-        d_S += dot(x_T, D[:, None] * d_y, DT, PREC)
-    return d_x - dot(d_scores, a, DT, PREC), d_W, d_S, d_T, d_a, d_delta, d_pairs, d_A, d_D
+        d_S += dot(x_T, D[:, None] * d_y, DT)
+    return d_x - dot(d_scores, a, DT), d_W, d_S, d_T, d_a, d_delta, d_pairs, d_A, d_D
 
 
 @jit(do_not_specialize=["first", "last"])
@@ -98,7 +97,7 @@ def reverse_kernel(
     d_theta, d_c, d_A, d_D, d_s_end, d_m_end, d_gain, d_bias, d_state, d_x, d_target, kept_stride, first, last, bound,
     eps, ROWS: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DA: tl.constexpr,
     DV: tl.constexpr, DEPTH: tl.constexpr, NAME: tl.constexpr, RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr,
-    BOUND: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    BOUND: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Blocks [first, last) of every program, `first` the beginning of a chunk; `kept` has the state before each.
 
@@ -154,7 +153,7 @@ def reverse_kernel(
         key = load_rows(k + block * ROWS * DK, live, DK, BC, DK)
         value = load_rows(v + block * ROWS * DV, live, DV, BC, DV).to(tl.float32)
         a, delta, below, slope, curve, behind, error, h, inverse = inner_gradient(
-            X1, X2, key, value, scale, shift, eps, DEPTH, DV, NAME, RESIDUAL, NORM, DT, PREC
+            X1, X2, key, value, scale, shift, eps, DEPTH, DV, NAME, RESIDUAL, NORM, DT
         )
         pairs, end_W = pair_weights(theta, c, block, live, ROWS, BC)
         A_end, A_rows, D_end, D_rows, m_last, end_S = None, None, None, None, None, None
@@ -176,13 +175,12 @@ def reverse_kernel(
 
         # the writes
         d_W2, d_S2, d_T2, g_a, g_delta, g_A, g_D, g_m, g_end, g_end_S = reverse_write(
-            d_W2, d_S2, d_T2, W2, S2, T2, A_end, D_end, m_last, end_W, end_S, a, delta, DA, DV, MOMENTUM, DT, PREC
+            d_W2, d_S2, d_T2, W2, S2, T2, A_end, D_end, m_last, end_W, end_S, a, delta, DA, DV, MOMENTUM, DT
         )
         g_key, g_below = g_a, g_a  # depth 1: the top layer's input is the key
         if DEPTH == 2:
             d_W1, d_S1, d_T1, g_key, g_below, h_A, h_D, h_m, h_end, h_end_S = reverse_write(
                 d_W1, d_S1, d_T1, W1, S1, T1, A_end, D_end, m_last, end_W, end_S, key, below, DK, DA, MOMENTUM, DT,
-                PREC,
             )  # fmt: skip
             g_A, g_D, g_m, g_end, g_end_S = g_A + h_A, g_D + h_D, g_m + h_m, g_end + h_end, g_end_S + h_end_S
 
@@ -201,22 +199,22 @@ def reverse_kernel(
             g_query = d_y
             hidden, read_slope = query, 0.0
             if DEPTH == 2:
-                z = read_layer(query, W1, S1, T1, A_rows, D_rows, pairs, key, below, DK, DA, MOMENTUM, DT, PREC)
+                z = read_layer(query, W1, S1, T1, A_rows, D_rows, pairs, key, below, DK, DA, MOMENTUM, DT)
                 hidden, read_slope, read_curve = activate(z, NAME)
             if NORM:
-                y = read_layer(hidden, W2, S2, T2, A_rows, D_rows, pairs, a, delta, DA, DV, MOMENTUM, DT, PREC)
+                y = read_layer(hidden, W2, S2, T2, A_rows, D_rows, pairs, a, delta, DA, DV, MOMENTUM, DT)
                 y, y_inverse = standardise(y, eps, DV)
                 g_gain += tl.sum(d_y * y, 0)
                 g_bias += tl.sum(d_y, 0)
                 d_y = through_standardise(scale[None, :] * d_y, y, y_inverse, DV)
             d_hidden, d_W2, d_S2, d_T2, g_a, g_delta, g_pairs, g_A_rows, g_D_rows = reverse_read(
                 hidden, d_y, d_W2, d_S2, d_T2, g_a, g_delta, g_pairs, g_A_rows, g_D_rows, W2, S2, T2, A_rows, D_rows,
-                pairs, a, delta, DA, DV, MOMENTUM, DT, PREC,
+                pairs, a, delta, DA, DV, MOMENTUM, DT,
             )  # fmt: skip
             if DEPTH == 2:
                 d_hidden, d_W1, d_S1, d_T1, g_key, g_below, g_pairs, g_A_rows, g_D_rows = reverse_read(
                     query, d_hidden * read_slope, d_W1, d_S1, d_T1, g_key, g_below, g_pairs, g_A_rows, g_D_rows, W1,
-                    S1, T1, A_rows, D_rows, pairs, key, below, DK, DA, MOMENTUM, DT, PREC,
+                    S1, T1, A_rows, D_rows, pairs, key, below, DK, DA, MOMENTUM, DT,
                 )  # fmt: skip
             if RESIDUAL:
                 d_hidden += g_query
@@ -263,8 +261,8 @@ def reverse_kernel(
         if DEPTH == 2:
             g_behind = g_below * slope
             d_z = g_below * behind * curve
-            g_delta += dot(g_behind, X2, DT, PREC)
-            h_X2 += dot(tl.trans(g_behind), delta, DT, PREC)
+            g_delta += dot(g_behind, X2, DT)
+            h_X2 += dot(tl.trans(g_behind), delta, DT)
         g_error, d_y = g_delta, g_delta
         if NORM:
             u = scale[None, :] * error
@@ -276,12 +274,12 @@ def reverse_kernel(
             d_h -= u * (tl.sum(g_delta * h, 1) / DV)[:, None] * inverse
             along = (tl.sum(g_delta * delta, 1) / DV)[:, None] * inverse
             d_y = through_standardise(d_h, h, inverse, DV) - h * along
-        g_a += dot(d_y, tl.trans(X2), DT, PREC)
-        h_X2 += dot(tl.trans(a), d_y, DT, PREC)
+        g_a += dot(d_y, tl.trans(X2), DT)
+        h_X2 += dot(tl.trans(a), d_y, DT)
         if DEPTH == 2:
             d_z += g_a * slope
-            g_key += dot(d_z, tl.trans(X1), DT, PREC)
-            h_X1 += dot(tl.trans(key), d_z, DT, PREC)
+            g_key += dot(d_z, tl.trans(X1), DT)
+            h_X1 += dot(tl.trans(key), d_z, DT)
         else:
             g_key = g_a
         if RESIDUAL:

@@ -12,13 +12,7 @@ thing. Accumulation and state are float32, matrix operands DT. Travels with ever
 
 from __future__ import annotations
 
-from .kernels_parts_tnt import jit, tl
-
-
-@jit
-def dot(x, y, DT: tl.constexpr, PREC: tl.constexpr):
-    """x @ y with operands of type DT, accumulated in float32."""
-    return tl.dot(x.to(DT), y.to(DT), input_precision=PREC)
+from .kernels_parts_tnt import dot, jit, tl
 
 
 @jit
@@ -93,14 +87,14 @@ def through_standardise(grad, h, inverse, WIDTH: tl.constexpr):
 @jit
 def inner_gradient(
     X1, X2, key, value, gain, bias, eps, DEPTH: tl.constexpr, DV: tl.constexpr, NAME: tl.constexpr,
-    RESIDUAL: tl.constexpr, NORM: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    RESIDUAL: tl.constexpr, NORM: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """The factors of g_l = a_{l-1}^T delta_l at X. Returns (a, delta) of the top layer, delta of the hidden one with
     phi', phi'' and dl/da behind it, and the error, h and 1 / s of the network's output."""
     a, slope, curve = key, 0.0, 0.0
     if DEPTH == 2:
-        a, slope, curve = activate(dot(key, X1, DT, PREC), NAME)
-    y = dot(a, X2, DT, PREC)
+        a, slope, curve = activate(dot(key, X1, DT), NAME)
+    y = dot(a, X2, DT)
     h, inverse = y, 0.0
     if NORM:
         h, inverse = standardise(y, eps, DV)
@@ -113,7 +107,7 @@ def inner_gradient(
         delta = through_standardise(gain[None, :] * error, h, inverse, DV)
     behind, below = 0.0, 0.0
     if DEPTH == 2:
-        behind = dot(delta, tl.trans(X2), DT, PREC)
+        behind = dot(delta, tl.trans(X2), DT)
         below = behind * slope
     return a, delta, below, slope, curve, behind, error, h, inverse
 
@@ -143,26 +137,26 @@ def pair_weights(theta, c, block, live, ROWS: tl.constexpr, BC: tl.constexpr):
 @jit
 def read_layer(
     x, W, S, target, A, D, pairs, a, delta, M: tl.constexpr, N: tl.constexpr, MOMENTUM: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
     """x W_t for the rows of a block, as attention to its writes (a, delta)."""
     if A is not None:
         if target is not None:
             goal = tl.load(matrix(target, M, N))
-            y = dot(x, goal, DT, PREC) + A[:, None] * dot(x, W - goal, DT, PREC)
+            y = dot(x, goal, DT) + A[:, None] * dot(x, W - goal, DT)
         else:
-            y = A[:, None] * dot(x, W, DT, PREC)
+            y = A[:, None] * dot(x, W, DT)
     else:
-        y = dot(x, W, DT, PREC)
+        y = dot(x, W, DT)
     if MOMENTUM:
-        y += D[:, None] * dot(x, S, DT, PREC)
-    return y - dot(pairs * dot(x, tl.trans(a), DT, PREC), delta, DT, PREC)
+        y += D[:, None] * dot(x, S, DT)
+    return y - dot(pairs * dot(x, tl.trans(a), DT), delta, DT)
 
 
 @jit
 def write_layer(
     W, S, target, A_end, D_end, m_end, end, end_S, a, delta, M: tl.constexpr, N: tl.constexpr,
-    MOMENTUM: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    MOMENTUM: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """W and S behind a block."""
     if A_end is not None:
@@ -172,8 +166,8 @@ def write_layer(
     key = tl.trans(a)
     if MOMENTUM:
         W += D_end * S
-        S = m_end * S - dot(key, end_S[:, None] * delta, DT, PREC)
-    return W - dot(key, end[:, None] * delta, DT, PREC), S
+        S = m_end * S - dot(key, end_S[:, None] * delta, DT)
+    return W - dot(key, end[:, None] * delta, DT), S
 
 
 @jit(do_not_specialize=["first", "last", "every"])  # one compiled kernel for every length
@@ -181,7 +175,7 @@ def forward_kernel(
     q, k, v, theta, c, A, D, s_end, m_end, gain, bias, state, x, target, starts, lengths, o, loss, end, x_end, kept,
     state_stride, kept_stride, first, last, every, bound, eps, ROWS: tl.constexpr, BC: tl.constexpr, R: tl.constexpr,
     G: tl.constexpr, DK: tl.constexpr, DA: tl.constexpr, DV: tl.constexpr, DEPTH: tl.constexpr, NAME: tl.constexpr,
-    RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Blocks [first, last) of every program.
 
@@ -234,7 +228,7 @@ def forward_kernel(
         key = load_rows(k + block * ROWS * DK, live, DK, BC, DK)
         value = load_rows(v + block * ROWS * DV, live, DV, BC, DV).to(tl.float32)
         a, delta, below, slope, curve, behind, error, h, inverse = inner_gradient(
-            X1, X2, key, value, scale, shift, eps, DEPTH, DV, NAME, RESIDUAL, NORM, DT, PREC
+            X1, X2, key, value, scale, shift, eps, DEPTH, DV, NAME, RESIDUAL, NORM, DT
         )
         if loss is not None:
             tl.store(loss + block * ROWS + i, 0.5 * tl.sum(error * error, 1), mask=live)
@@ -259,9 +253,9 @@ def forward_kernel(
                 query = load_rows(q + row * DK, live, G * DK, BC, DK)
                 hidden = query
                 if DEPTH == 2:
-                    z = read_layer(query, W1, S1, T1, A_rows, D_rows, pairs, key, below, DK, DA, MOMENTUM, DT, PREC)
+                    z = read_layer(query, W1, S1, T1, A_rows, D_rows, pairs, key, below, DK, DA, MOMENTUM, DT)
                     hidden, z_slope, z_curve = activate(z, NAME)
-                y = read_layer(hidden, W2, S2, T2, A_rows, D_rows, pairs, a, delta, DA, DV, MOMENTUM, DT, PREC)
+                y = read_layer(hidden, W2, S2, T2, A_rows, D_rows, pairs, a, delta, DA, DV, MOMENTUM, DT)
                 if NORM:
                     y, y_inverse = standardise(y, eps, DV)
                     y = scale[None, :] * y + shift[None, :]
@@ -269,10 +263,8 @@ def forward_kernel(
                     y += query.to(tl.float32)
                 store_rows(o + row * DV, y, live, G * DV, BC, DV)
         if DEPTH == 2:
-            W1, S1 = write_layer(
-                W1, S1, T1, A_end, D_end, m_last, end_W, end_S, key, below, DK, DA, MOMENTUM, DT, PREC
-            )
-        W2, S2 = write_layer(W2, S2, T2, A_end, D_end, m_last, end_W, end_S, a, delta, DA, DV, MOMENTUM, DT, PREC)
+            W1, S1 = write_layer(W1, S1, T1, A_end, D_end, m_last, end_W, end_S, key, below, DK, DA, MOMENTUM, DT)
+        W2, S2 = write_layer(W2, S2, T2, A_end, D_end, m_last, end_W, end_S, a, delta, DA, DV, MOMENTUM, DT)
     if end is not None:
         there = end + p * (2 * NW if MOMENTUM else NW)
         store_layers(there, W1, W2, DEPTH, DK, DA, DV)

@@ -27,9 +27,6 @@ from .scan_tnt import Plan
 
 BLOCK_TOKENS = 32  # of a tile: a longer chunk runs as several blocks with one W_xi. 64 spills ten times as much
 STATE_FLOATS = 2 * 64 * 256  # of W: what does not stay in registers is spilled, and beyond this does not compile
-# Products of float32: three of tf32 each, exact to about 2^-21. "ieee" has no tensor cores, and ptxas gives such a
-# kernel 32 registers and spills all else.
-FLOAT32 = "tf32x3"
 
 
 @cache
@@ -144,7 +141,6 @@ class Shape(NamedTuple):
             "MOMENTUM": self.momentum,
             "BOUND": self.bound is not None,
             "DT": tl.bfloat16 if self.operands == torch.bfloat16 else tl.float32,
-            "PREC": FLOAT32,
         }
 
     @property
