@@ -181,6 +181,19 @@ def test_one_token_after_a_compiled_padded_prompt():
     torch.testing.assert_close(found, model(ids, attention_mask=mask).logits[:, 9:], atol=1e-9, rtol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_generate_with_a_compiled_forward():
+    """`model.forward = torch.compile(model.forward)`: its positions count on, which is no packed document."""
+    torch.compiler.reset()
+    model, ids = tiny_model(num_hidden_layers=1, local_chunk_sizes=[]), tokens(2, 9)
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, disable_compile=True, **options)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
 class Half(torch.nn.Module):
     def forward(self, x):
         return x / 2

@@ -160,7 +160,7 @@ def document_ids(
         if mask is not None:
             starts = starts & (F.pad(mask[:, :-1], (1, 0)) | (positions == 0))
         ids = starts.cumsum(1)
-    if not torch.compiler.is_compiling() and bool((ids == ids[:, :1]).all()):
+    if bool((ids == ids[:, :1]).all()):
         return None
     return ids
 
