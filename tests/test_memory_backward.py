@@ -42,6 +42,19 @@ def test_backward_may_run_twice(momentum, hidden):
     assert_same(torch.autograd.grad(loss, inputs), first, 0)
 
 
+def test_backward_inside_autocast_is_the_same():
+    """Autocast would round its products to bfloat16, or find operands of two dtypes."""
+    tensors, weights, gates = make_inputs(T=20, depth=2, momentum=True, dtype=torch.float32)
+    inputs = leaves(tensors, weights, gates)
+    for x in inputs:
+        x.requires_grad_()
+    loss = probe(run(memory_chunkwise, tensors, weights, gates, chunk_size=4, query_projection="shard"))
+    outside = torch.autograd.grad(loss, inputs, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.autograd.grad(loss, inputs)
+    assert_same(inside, outside, 0)
+
+
 def test_gradient_bound_limits_the_step():
     (q, k, v, lr), weights, _ = make_inputs(T=8, depth=2)
     v = 100 * v

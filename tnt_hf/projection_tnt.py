@@ -69,25 +69,26 @@ class _RunningProjection(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, d_M):
-        q, u, M = ctx.saved_tensors
-        counts, starts, groups = ctx.grid
-        M, d_M, d_q, d_u = M.clone(), d_M.clone(), torch.zeros_like(q), torch.zeros_like(u)
-        before = []
-        for n, first in zip(counts, starts):
-            y = u[first : first + n]
-            before.append(M[:n].clone())
-            M[:n].baddbmm_(y.transpose(1, 2), y)
-        for n, first in zip(reversed(counts), reversed(starts)):
-            here = slice(first, first + n)
-            x, y, d = q[here], u[here], d_out[here]
-            d_pairs = _causal(d @ y.transpose(1, 2), groups)
-            d_q[here] = torch.baddbmm(d_pairs @ y, d, before.pop().transpose(1, 2))
-            pairs = _causal(x @ y.transpose(1, 2), groups)
-            d_u[here] = (
-                d_pairs.transpose(1, 2) @ x + pairs.transpose(1, 2) @ d + y @ (d_M[:n] + d_M[:n].transpose(1, 2))
-            )
-            d_M[:n].baddbmm_(x.transpose(1, 2), d)
-        return None, None, None, d_q, d_u, d_M
+        with torch.autocast(d_out.device.type, enabled=False):  # unlike the forward, it may be called inside one
+            return None, None, None, *_projection_gradients(*ctx.saved_tensors, *ctx.grid, d_out, d_M)
+
+
+def _projection_gradients(q, u, M, counts, starts, groups, d_out, d_M):
+    M, d_M, d_q, d_u = M.clone(), d_M.clone(), torch.zeros_like(q), torch.zeros_like(u)
+    before = []
+    for n, first in zip(counts, starts):
+        y = u[first : first + n]
+        before.append(M[:n].clone())
+        M[:n].baddbmm_(y.transpose(1, 2), y)
+    for n, first in zip(reversed(counts), reversed(starts)):
+        here = slice(first, first + n)
+        x, y, d = q[here], u[here], d_out[here]
+        d_pairs = _causal(d @ y.transpose(1, 2), groups)
+        d_q[here] = torch.baddbmm(d_pairs @ y, d, before.pop().transpose(1, 2))
+        pairs = _causal(x @ y.transpose(1, 2), groups)
+        d_u[here] = d_pairs.transpose(1, 2) @ x + pairs.transpose(1, 2) @ d + y @ (d_M[:n] + d_M[:n].transpose(1, 2))
+        d_M[:n].baddbmm_(x.transpose(1, 2), d)
+    return d_q, d_u, d_M
 
 
 def _causal(pairs: Tensor, groups: int) -> Tensor:

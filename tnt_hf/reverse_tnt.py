@@ -61,45 +61,49 @@ class ChunkScan(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_o, _, *d_final):
-        plan, L = ctx.plan, ctx.depth
-        q, k, v, *rest = ctx.saved_tensors
-        coef, (gain, bias), states, flat = Coef(*rest[:6]), rest[6:8], rest[8 : 8 + 4 * L], iter(rest[8 + 4 * L :])
-        ln = None if gain is None else (gain, bias)
-        kept = {}
-        parts = [[next(flat) for _ in range(n)] for n in ctx.tape]
-        for j, momentum in ctx.steps:
-            kept[j] = [next(flat) for _ in range(L)], [next(flat) for _ in range(L)] if momentum else None
-        tape = Tape(*parts, kept)
-        _, xi, S0, target = layers(states, L)
-        zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, *coef)]
-        d_target = None if target is None else [torch.zeros_like(x) for x in target]
-        d_ln = None if ln is None else [torch.zeros_like(x) for x in ln]
-        back = Backward(plan, ctx.way, tape, xi, target, ln, layers(d_final, L, 3), zeros, d_target, d_ln)
-        offset = inner_offset(plan.net, k, v, None if ln is None else whole(plan, len(k)).spread(ln[1]))
-        todo, run, room = blocks(plan, ctx.length), Running(None, None, None, None), {}
-        while todo:
-            begin = (todo[-1].steps[0] // ctx.stride) * ctx.stride
-            group = []
-            while todo and todo[-1].steps[0] >= begin:
-                block = todo.pop()
-                replayed = ctx.way == "replay"
-                group.append((block, rebuild(plan, block, tape, L, k, q, offset, ln, coef) if replayed else None))
-            entries = replay(plan, tape, group, target, room) if ctx.way == "replay" else []
-            for block, built in group:
-                built = built or rebuild(plan, block, tape, L, k, q, offset, ln, coef)
-                run = BlockBackward(back, block, built, q[block.here], d_o[block.here]).run(run, entries)
-        none = [None] * L
-        d_S0 = none if S0 is None else run.d_S
-        return (
-            None,
-            None,
-            *back.grad,
-            *(back.d_ln or (None, None)),
-            *run.d_W,
-            *(run.d_xi or none),
-            *d_S0,
-            *(back.d_target or none),
-        )
+        with torch.autocast(d_o.device.type, enabled=False):  # unlike the forward, it may be called inside one
+            return None, None, *_gradients(ctx, d_o, d_final)
+
+
+def _gradients(ctx, d_o, d_final):
+    """Of all that `ChunkScan` was given but the plan and the depth."""
+    plan, L = ctx.plan, ctx.depth
+    q, k, v, *rest = ctx.saved_tensors
+    coef, (gain, bias), states, flat = Coef(*rest[:6]), rest[6:8], rest[8 : 8 + 4 * L], iter(rest[8 + 4 * L :])
+    ln = None if gain is None else (gain, bias)
+    kept = {}
+    parts = [[next(flat) for _ in range(n)] for n in ctx.tape]
+    for j, momentum in ctx.steps:
+        kept[j] = [next(flat) for _ in range(L)], [next(flat) for _ in range(L)] if momentum else None
+    tape = Tape(*parts, kept)
+    _, xi, S0, target = layers(states, L)
+    zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, *coef)]
+    d_target = None if target is None else [torch.zeros_like(x) for x in target]
+    d_ln = None if ln is None else [torch.zeros_like(x) for x in ln]
+    back = Backward(plan, ctx.way, tape, xi, target, ln, layers(d_final, L, 3), zeros, d_target, d_ln)
+    offset = inner_offset(plan.net, k, v, None if ln is None else whole(plan, len(k)).spread(ln[1]))
+    todo, run, room = blocks(plan, ctx.length), Running(None, None, None, None), {}
+    while todo:
+        begin = (todo[-1].steps[0] // ctx.stride) * ctx.stride
+        group = []
+        while todo and todo[-1].steps[0] >= begin:
+            block = todo.pop()
+            replayed = ctx.way == "replay"
+            group.append((block, rebuild(plan, block, tape, L, k, q, offset, ln, coef) if replayed else None))
+        entries = replay(plan, tape, group, target, room) if ctx.way == "replay" else []
+        for block, built in group:
+            built = built or rebuild(plan, block, tape, L, k, q, offset, ln, coef)
+            run = BlockBackward(back, block, built, q[block.here], d_o[block.here]).run(run, entries)
+    none = [None] * L
+    d_S0 = none if S0 is None else run.d_S
+    return (
+        *back.grad,
+        *(back.d_ln or (None, None)),
+        *run.d_W,
+        *(run.d_xi or none),
+        *d_S0,
+        *(back.d_target or none),
+    )
 
 
 def layers(flat, L: int, kinds: int = 4) -> list[list[Tensor] | None]:
