@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from tnt_hf import block_tnt, coefficients_tnt, grid_tnt, memory_tnt, network_tnt, rebuild_tnt, reverse_tnt, scan_tnt
 from tnt_hf.memory_tnt import MemoryState, memory_chunkwise, memory_naive
@@ -535,3 +536,35 @@ def test_one_token_compiles_without_a_graph_break():
         out, state = step([y.contiguous() for y in x], {n: y.contiguous() for n, y in g.items()}, state)
         outputs.append(out)
     assert_same([torch.cat(outputs, 1)], [want])
+
+
+@pytest.mark.parametrize("read", ["chunk_start", "current"])
+@pytest.mark.parametrize("lengths", [[8] * 16, [8, 20, 8, 72, 20]], ids=str)
+def test_short_documents_do_not_take_a_long_chunk_each(read, lengths):
+    """Packed in one row they are what they are alone and cost what one document of the row's length does, with chunks
+    longer than most of them. Ids may come back after another document."""
+    tensors, weights, gates = make_inputs(T=128, momentum=True, decay=True)
+    inputs = leaves(tensors, weights, gates)
+    for x in inputs:
+        x.requires_grad_()
+    segment_ids = torch.repeat_interleave(torch.arange(len(lengths)) % 2, torch.tensor(lengths))[None]
+    grads, flops = {}, {}
+    ops = {"naive": memory_naive, "packed": memory_chunkwise, "one": memory_chunkwise}
+    for name, op in ops.items():
+        ids = None if name == "one" else segment_ids
+        with FlopCounterMode(display=False) as counter:
+            o, _ = op(*tensors, weights, chunk_size=64, read=read, segment_ids=ids, **gates)
+            grads[name] = o, *torch.autograd.grad(o.square().sum(), inputs, materialize_grads=True)
+        flops[name] = counter.get_total_flops()
+    assert_same(grads["packed"], grads["naive"])
+    assert flops["packed"] < 2.5 * flops["one"]  # slots are powers of two
+
+
+def test_a_short_prompt_does_not_take_a_long_chunk():
+    tensors, weights, _ = make_inputs(B=2, T=20)
+    flops = []
+    for chunk_size in (32, 4096):
+        with FlopCounterMode(display=False) as counter:
+            memory_chunkwise(*tensors, weights, chunk_size=chunk_size, mask=torch.ones(2, 20, dtype=torch.bool))
+        flops.append(counter.get_total_flops())
+    assert flops[1] == flops[0]

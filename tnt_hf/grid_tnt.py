@@ -25,7 +25,7 @@ class Grid(NamedTuple):
     Dense rows (no mask, no packing, fresh state) are reshapes; otherwise `tokens` `[N C]` and `slots` `[B T]` index
     both ways."""
 
-    size: tuple[int, int, int]  # B, T, C
+    size: tuple[int, int, int]  # B, T and the slots of a chunk, C or fewer
     counts: list[int]
     starts: list[int]
     rows: int
@@ -68,6 +68,11 @@ class Grid(NamedTuple):
         return x.reshape(-1, *init.shape[1:])
 
 
+def chunk_slots(tokens: int, C: int) -> int:
+    """Slots of a chunk of C tokens whose rows hold at most `tokens`: powers of two, for which kernels are compiled."""
+    return min(C, max(16, 1 << (tokens - 1).bit_length()))
+
+
 def dense_grid(B: int, T: int, C: int, interval: int | None, device) -> Grid:
     """Fresh rows without mask or packing: shards of `interval` tokens (`None`: one) fold into the batch."""
     length = T if interval is None else min(T, interval)
@@ -77,6 +82,7 @@ def dense_grid(B: int, T: int, C: int, interval: int | None, device) -> Grid:
     starts = [j * B * shards for j in range(steps)]
     full = (T - (shards - 1) * length) % C == 0  # of the last shard: no other row's final state is read
     time = torch.full((B,), T, device=device)
+    C = chunk_slots(length, C) if steps == 1 else C
     return Grid(
         (B, T, C),
         counts,
@@ -93,17 +99,35 @@ def dense_grid(B: int, T: int, C: int, interval: int | None, device) -> Grid:
     )
 
 
+def document_starts(present: Tensor, segment_ids: Tensor) -> Tensor:
+    """`[B, T]` bool: present tokens whose id differs from that of the present token before them."""
+    index = torch.where(present, torch.arange(present.shape[1], device=present.device), -1).cummax(1).values
+    previous = F.pad(index[:, :-1], (1, 0), value=-1)  # of the valid tokens
+    return present & (previous >= 0) & (segment_ids != segment_ids.gather(1, previous.clamp_min(0)))
+
+
+def alike_documents(present: Tensor, segment_ids: Tensor, C: int) -> tuple[Tensor, list[Tensor]]:
+    """Packed documents sorted by length, so that short ones do not each take a chunk of C slots.
+
+    Returns ids `[B, T]` that no two documents of a row share, and one mask `[B, T]` for each group whose rows take the
+    same number of slots.
+    """
+    ids = document_starts(present, segment_ids).cumsum(1)
+    lengths = torch.zeros_like(ids).scatter_add(1, ids, present.long())
+    sizes = sorted({chunk_slots(n, C) for n in lengths.unique().tolist() if n})
+    if len(sizes) < 2:
+        return ids, [present]
+    length, below = lengths.gather(1, ids).clamp_max(C), [0, *sizes[:-1]]
+    return ids, [present & (length > low) & (length <= high) for low, high in zip(below, sizes)]
+
+
 def ragged_grid(
     present: Tensor, segment_ids: Tensor | None, time0: Tensor, C: int, interval: int | None, align: bool = True
 ) -> Grid:
     """Masks, packed documents and rows at different memory times. Row b < B is where batch row b goes on; others
     start at W_init."""
     B, T = present.shape
-    new_document = torch.zeros_like(present)
-    if segment_ids is not None:
-        index = torch.where(present, torch.arange(T, device=present.device), -1).cummax(1).values
-        previous = F.pad(index[:, :-1], (1, 0), value=-1)  # of the valid tokens
-        new_document = present & (previous >= 0) & (segment_ids != segment_ids.gather(1, previous.clamp_min(0)))
+    new_document = torch.zeros_like(present) if segment_ids is None else document_starts(present, segment_ids)
     count = present.cumsum(1) - present.long()
     document_start = torch.where(new_document, count, 0).cummax(1).values
     in_first = new_document.cumsum(1) == 0
@@ -125,6 +149,9 @@ def ragged_grid(
     starts = counts.cumsum(0) - counts
     slot = time - start[row] + lead[row]
     N = int(counts.sum())
+    full = length % C == 0
+    if len(counts) == 1:  # nothing comes behind this chunk, so its slots need not reach to its end
+        slot, C = slot - lead[row], chunk_slots(int((length - lead).max()), C)
     slots = (starts[torch.where(present, slot // C, 0)] + rank[row]) * C + slot % C
     slots = torch.where(present, slots, N * C)
     tokens = torch.full((N * C,), B * T, device=row.device)
@@ -137,8 +164,7 @@ def ragged_grid(
         carried = carried & ((start % interval != 0) | (length == lead))  # no token, no reset
     end_time = count[:, -1] + present[:, -1] - document_start[:, -1] + torch.where(in_first[:, -1], time0, 0)
     return Grid(
-        (B, T, C), counts.tolist(), starts.tolist(), len(start), row_batch[order], carried[order], (length % C ==
-        0)[order],
+        (B, T, C), counts.tolist(), starts.tolist(), len(start), row_batch[order], carried[order], full[order],
         rank[row[:, -1]], end_time, slots.flatten(), tokens, True,
     )  # fmt: skip
 

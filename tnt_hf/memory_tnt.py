@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .coefficients_tnt import chunk_coefficients
-from .grid_tnt import dense_grid, ragged_grid, rows_of
+from .grid_tnt import alike_documents, dense_grid, ragged_grid, rows_of
 from .inputs_tnt import check_inputs, check_positive
 from .kernels_tnt import choose, triton_scan, unsupported_projection, unsupported_scan
 from .network_tnt import Net
@@ -255,16 +255,28 @@ def memory_chunkwise(
 
 @torch.compiler.disable
 def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_ids, state):
-    B, T, Hq, _ = q.shape
-    H, C, interval = k.shape[2], options["chunk_size"], options["reset_interval"]
-    given = state or MemoryState([None] * len(init), [None] * len(init), None, None, None)
-    M, kind = given.projection, options["query_projection"]
+    C, interval, kind = options["chunk_size"], options["reset_interval"], options["query_projection"]
+    M = state and state.projection
     if kind != "none":
         q, M = project_queries(
             q, k, reset_interval=C if kind == "chunk" else interval, normalize=options["normalize_projection"],
             mask=mask, segment_ids=segment_ids, initial_state=state and (M, state.time), output_final_state=True,
             implementation=options["projection"],
         )  # fmt: skip
+    rest = k, v, lr, init, net, options, momentum, decay
+    if segment_ids is None or state is not None or options["keep_state"]:
+        return _run_rows(q, *rest, mask, segment_ids, state, M)
+    segment_ids, groups = alike_documents(*rows_of(q, mask, segment_ids, None)[:2], C)
+    parts = [_run_rows(q, *rest, group, segment_ids, None, None) for group in groups]
+    o, _, losses = zip(*parts)  # 0 at the tokens of other groups
+    return sum(o[1:], o[0]), None, sum(losses[1:], losses[0]) if options["keep_loss"] else None
+
+
+def _run_rows(q, k, v, lr, init, net, options, momentum, decay, mask, segment_ids, state, M):
+    """The scan over one grid; q is projected, M the projection's state after the last token."""
+    B, T, Hq, _ = q.shape
+    H, C, interval = k.shape[2], options["chunk_size"], options["reset_interval"]
+    given = state or MemoryState([None] * len(init), [None] * len(init), None, None, None)
     if mask is None and segment_ids is None and state is None:
         grid = dense_grid(B, T, C, interval, q.device)
     else:
@@ -322,5 +334,5 @@ def _ungrid(grid, H: int, C: int, o, loss, final, M, options):
     if options["keep_state"]:
         W, xi, S = (y and [z.unflatten(0, (-1, H))[grid.last_row] for z in y] for y in final)
         state = MemoryState(W, W if C == 1 else xi, S, M, grid.time)
-    o = grid.scatter(o.unflatten(1, (C, -1)).unflatten(0, (-1, H))).flatten(2, 3)
+    o = grid.scatter(o.unflatten(1, (grid.size[2], -1)).unflatten(0, (-1, H))).flatten(2, 3)
     return o, state, loss if loss is None else grid.scatter(loss.unflatten(0, (-1, H)))

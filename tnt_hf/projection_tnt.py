@@ -181,5 +181,5 @@ def _project_many(projection, q, k, dtype, interval, normalize, mask, segment_id
     with torch.cuda.device_of(q):
         out, M = projection.apply(counts, starts, Hq // H, x, u, M)
     out = unit_vectors(out.to(dtype)) if normalize else out
-    out = grid.scatter(out.unflatten(1, (C, -1)).unflatten(0, (-1, H))).flatten(2, 3)
+    out = grid.scatter(out.unflatten(1, (grid.size[2], -1)).unflatten(0, (-1, H))).flatten(2, 3)
     return out.to(q.dtype), M.unflatten(0, (-1, H))[grid.last_row] if output_final_state else None
