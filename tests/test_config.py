@@ -127,7 +127,7 @@ INVALID = [
     ],
     # combinations
     *[{"num_attention_heads": 3}, {"num_key_value_heads": 3}, {"num_attention_heads": 5, "head_dim": 8}],
-    *[{"memory_head_dim": 7}, {"memory_num_heads": 3}, {"memory_expansion": 1.3}],
+    *[{"head_dim": 7}, {"memory_head_dim": 7}, {"memory_num_heads": 3}, {"memory_expansion": 1.3}],
     *[{"memory_num_heads": 4, "memory_projections": "shared"}, {"memory_projections": "shared", "variant": "lmm"}],
     *[{"layer_types": ["sliding_attention"]}, {"layer_types": ["hybrid", "linear_attention"]}],
     *[{"sliding_window": None, "layer_types": ["sliding_attention", "full_attention"]}],

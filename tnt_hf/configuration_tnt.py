@@ -287,14 +287,15 @@ class TNTConfig(PreTrainedConfig):
         """Combinations of fields; also run by `@strict` and on saving. Raises `ValueError` naming the field."""
         if self.num_attention_heads % self.num_key_value_heads:
             self._fail("num_attention_heads", f"must be a multiple of num_key_value_heads={self.num_key_value_heads}")
+        if self.head_dim % 2 and not (self.variant == "lmm" and all("hybrid" in kind for kind in self.layer_types)):
+            self._fail("head_dim", "must be even, as RoPE turns pairs of channels")
         if any("sliding" in kind for kind in self.layer_types) and self.sliding_window is None:
             self._fail("sliding_window", "must be set when layer_types contains a sliding layer")
         if self.memory_layers and not self.memory_specs:
             self._fail("memory_layers", "needs global_chunk_size or local_chunk_sizes")
         if self.memory_layer_indices:
-            self._validate_heads()
-            self._validate_combination()
-            self._validate_intervals()
+            for check in (self._validate_heads, self._validate_combination, self._validate_intervals):
+                check()
 
     def _validate_heads(self):
         query, H, D = self.num_attention_heads * self.head_dim, self.memory_num_heads, self.memory_head_dim
@@ -334,8 +335,7 @@ class TNTConfig(PreTrainedConfig):
             self._fail("local_reset_interval", f"needs one entry for each of {count} local memories")
         kinds = {self.layer_types[i] for i in self.memory_layer_indices}
         window = 0 if self.variant == "lmm" else self.sliding_window if "hybrid_sliding" in kinds else math.inf
-        for spec in (spec for spec in self.memory_specs if spec.name == "local"):
-            C, S = spec.chunk_size, spec.reset_interval
+        for _, C, S, *_ in (spec for spec in self.memory_specs if spec.name == "local"):
             if S is not None and S % C:
                 self._fail("local_chunk_sizes", f"{C} must divide local_reset_interval={S}")
             seen = self.global_read == "current" or window >= (C_G or 0)
