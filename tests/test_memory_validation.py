@@ -25,7 +25,20 @@ from tnt_hf.projection_tnt import project_queries
         ({"mask": torch.ones(1, 12)}, "mask.*bool.*float32"),
         ({"segment_ids": torch.ones(1, 12)}, "segment_ids.*integers"),
         ({"momentum": torch.ones(1, 12, 3, dtype=torch.float64)}, r"momentum.*\[1, 12, 2\].*\[1, 12, 3\]"),
-        ({"layernorm": (torch.ones(2, 4), torch.ones(2, 4), 0.0)}, "layernorm.*eps=0.0"),
+        ({"layernorm": (torch.ones(2, 4), torch.ones(2, 4), 0.0)}, "layernorm eps.*0.0"),
+        ({"layernorm": (torch.ones(2, 4), torch.ones(2, 4), "small")}, "layernorm eps.*small"),
+        ({"layernorm": torch.ones(2, 4)}, "layernorm.*Tensor"),
+        ({"chunk_size": 1 << 70}, "chunk_size.*1180591620717411303424"),
+        ({"grad_bound": "tight"}, "grad_bound.*tight"),
+        ({"residual": "no"}, "residual.*'no'"),
+        ({"normalize_projection": None}, "normalize_projection.*None"),
+        ({"output_final_state": 1}, "output_final_state.*1"),
+        ({"mask": [[True] * 12]}, "mask.*list"),
+        ({"segment_ids": [[0] * 12]}, "segment_ids.*list"),
+        ({"mask": torch.ones(1, 12, dtype=torch.bool, device="meta")}, "mask must be on cpu like q, got meta"),
+        ({"momentum": torch.ones(1, 12, 2, device="meta")}, "momentum must be on cpu like q, got meta"),
+        ({"initial_state": "last"}, "initial_state.*last"),
+        ({"initial_state": {}}, "initial_state.*dict"),
     ],
 )
 def test_bad_options_are_named(change, message):
@@ -41,13 +54,17 @@ def test_bad_tensors_are_named():
         ((q, k[:, :5], v, lr, weights), r"k must have shape .* got \[1, 5, 2, 4\]"),
         ((q, k, v.long(), lr, weights), "v must be a floating point tensor, got torch.int64"),
         ((q, k, v, lr, [weights[0], weights[1][:, :4]]), r"weights\[1\] must have shape"),
-        ((q, k, v, lr, []), "weights must hold at least one layer"),
+        ((q, k, v, lr, weights[0]), "weights must be a list.*Tensor"),
+        ((q, k, v, lr, [w.to("meta") for w in weights]), r"weights\[0\] must be on cpu like q, got meta"),
+        ((q, k, v, lr, []), "weights must be a list that holds at least one layer"),
         ((q[:, :0], k[:, :0], v[:, :0], lr[:, :0], weights), "q must not be empty"),
     ]:
         with pytest.raises(ValueError, match=message):
             memory_chunkwise(*args, chunk_size=4)
     with pytest.raises(ValueError, match="reset_interval.*-1"):
         project_queries(q, k, reset_interval=-1)
+    with pytest.raises(ValueError, match="initial_state.time.*int64"):
+        project_queries(q, k, reset_interval=4, initial_state=(torch.zeros(1, 2, 4, 4, dtype=q.dtype), 3))
     state = memory_chunkwise(q, k, v, lr, weights, chunk_size=4, output_final_state=True)[1]
     with pytest.raises(ValueError, match="initial_state.momentum must be a tensor"):
         memory_chunkwise(q, k, v, lr, weights, momentum=lr, chunk_size=4, initial_state=state)

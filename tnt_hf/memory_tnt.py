@@ -20,14 +20,12 @@ memory's own loss is closed-form matrix algebra, so it learns in train(), eval()
 alike. Travels with every pushed checkpoint.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from .coefficients_tnt import chunk_coefficients
 from .grid_tnt import alike_documents, dense_grid, ragged_grid, rows_of
-from .inputs_tnt import check_inputs, check_positive
+from .inputs_tnt import check_bound, check_flag, check_inputs, check_positive
 from .kernels_tnt import choose, triton_scan, unsupported_projection, unsupported_scan
 from .network_tnt import Net
 from .projection_tnt import project_queries
@@ -182,6 +180,13 @@ def memory_chunkwise(
     Raises:
         ValueError: a shape, dtype, option or combination that does not fit, with its name and value.
     """
+    for name, flag in (
+        ("residual", residual),
+        ("normalize_projection", normalize_projection),
+        ("output_final_state", output_final_state),
+        ("output_surprise", output_surprise),
+    ):
+        check_flag(name, flag)
     check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, initial_state)
     for name, value, allowed in (
         ("read", read, READS),
@@ -198,8 +203,8 @@ def memory_chunkwise(
     check_positive("reset_interval", reset_interval, optional=True)
     if reset_interval is not None and reset_interval % chunk_size:
         raise ValueError(f"reset_interval must be a multiple of chunk_size={chunk_size} tokens, got {reset_interval}")
-    if grad_bound is not None and not 0 < grad_bound < math.inf:
-        raise ValueError(f"grad_bound must be a positive finite number or None, got {grad_bound!r}")
+    if grad_bound is not None:
+        check_bound("grad_bound", grad_bound)
     if initial_state is not None:
         for name, stored, used in (
             ("momentum", initial_state.momentum is not None, momentum is not None),

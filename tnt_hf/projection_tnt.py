@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .grid_tnt import dense_grid, ragged_grid, rows_of
-from .inputs_tnt import check_positive, check_rows, check_tensor
+from .inputs_tnt import check_flag, check_positive, check_projection_state, check_rows, check_tensor
 from .kernels_projection_tnt import TritonProjection
 from .kernels_tnt import choose, unsupported_projection
 
@@ -133,9 +133,14 @@ def project_queries(
         ValueError: a shape, dtype, `reset_interval` or `implementation` that does not fit, with its name and value.
     """
     check_tensor("q", q, (None, None, None, None))
-    check_tensor("k", k, (q.shape[0], q.shape[1], None, q.shape[3]))
+    check_tensor("k", k, (q.shape[0], q.shape[1], None, q.shape[3]), q)
     check_positive("reset_interval", reset_interval, optional=True)
     check_rows(q, k, mask, segment_ids)
+    check_flag("normalize", normalize)
+    if initial_state is not None:
+        if not isinstance(initial_state, tuple) or len(initial_state) != 2:
+            raise ValueError(f"initial_state must be (M, time), got a {type(initial_state).__name__}")
+        check_projection_state(*initial_state, q, k.shape[2])
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     dtype = torch.promote_types(q.dtype, torch.float32)
