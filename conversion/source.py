@@ -139,7 +139,7 @@ def inside(folder: Path, name: str) -> Path:
     if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\x00]", name):
         raise ValueError(f"{folder / INDEX}: {name!r} is no plain file name; a checkpoint stays inside its folder")
     path = folder / name
-    real = path.resolve()
+    real = Path(os.path.realpath(path))  # unlike `resolve`, it bears links that lead to themselves
     allowed = [folder.resolve()]
     if folder.parent.name == "snapshots":
         allowed.append(folder.resolve().parent.parent / "blobs")
@@ -209,9 +209,10 @@ def _companions(folder: Path) -> dict[str, Path]:
     if templates.is_dir():
         root = folder.resolve().parent.parent / "blobs" if folder.parent.name == "snapshots" else templates.resolve()
         for path in sorted(templates.glob("*.jinja")):
-            if path.resolve().parent not in (root, templates.resolve()):
-                raise ValueError(f"{path}: leads to {path.resolve()}, outside the checkpoint's folder")
-            companions[f"{TEMPLATES}/{path.name}"] = path.resolve()
+            real = Path(os.path.realpath(path))
+            if real.parent not in (root, templates.resolve()):
+                raise ValueError(f"{path}: leads to {real}, outside the checkpoint's folder")
+            companions[f"{TEMPLATES}/{path.name}"] = real
     return companions
 
 

@@ -179,6 +179,10 @@ def leads_outside(source: Path):
     (source / SHARD).symlink_to(source.parent / "elsewhere")
 
 
+def leads_to_itself(source: Path):
+    (source / "tokenizer.json").symlink_to("tokenizer.json")
+
+
 def a_folder(source: Path):
     (source / SHARD).unlink()
     (source / SHARD).mkdir()
@@ -214,6 +218,7 @@ SOURCES = {
     no_weights: "has no model.safetensors",
     swapped_in_the_index: "lm_head.weight",
     leads_outside: "outside the checkpoint's folder",
+    leads_to_itself: "tokenizer.json: missing",
     a_folder: "no regular file",
     in_two_shards: "model.norm.weight",
     quantized: "has dtype I8",
