@@ -101,8 +101,17 @@ def enter_model(
                 valid = None
             elif cache is not None:
                 cache.holds_padding = True
+    if mask is not None and "position_ids" in parameters and given.get("position_ids") is None:
+        if not torch.compiler.is_compiling() and _sees_positions(injected) and not bool(mask.all()):
+            given["position_ids"] = (mask.long().cumsum(1) - 1).clamp_min(0)[:, -T:]  # as `generate` counts them
     given[ARGUMENT] = MemoryCall(valid, segment_ids)
     return (), given
+
+
+def _sees_positions(injected: list[nn.Module]) -> bool:
+    """Whether positions that count padding would change a result: attention knows distances only, but a linear
+    operator gets keys after RoPE."""
+    return any(bool(x.memory.weight != 0) for x in injected if getattr(x.memory, "keys_after_rope", False))
 
 
 def _uses_cache(module: nn.Module, use_cache: bool | None) -> bool:

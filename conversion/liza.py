@@ -34,6 +34,7 @@ class LiZAMemory(nn.Module):
     """
 
     is_memory_as_gate = True
+    keys_after_rope = True
     state_slots = 1
 
     def __init__(self, config: LiZAConfig, heads: Heads, layer_idx: int):

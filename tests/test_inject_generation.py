@@ -267,3 +267,16 @@ def test_going_on_needs_the_mask_of_all_tokens():
         model(ids[:, :1], past_key_values=cache, use_cache=True)
     with pytest.raises(ValueError, match="attention_mask has 1 columns"):
         model(ids[:, :1], attention_mask=mask[:, -1:], past_key_values=cache, use_cache=True)
+
+
+@hosts
+def test_left_padding_without_positions_changes_nothing(kind):
+    """The base model would count the padding, which a linear operator sees in its keys after RoPE."""
+    model = inject(double(kind), LiZAConfig(weight=0.5))
+    short, long = tokens(20, seed=2), tokens(33)
+    ids, mask = left_padded([long, short])
+    expected = logits(model, ids, attention_mask=mask, position_ids=positions(mask))
+    torch.testing.assert_close(logits(model, ids, attention_mask=mask), expected, **CLOSE)
+    cache = model(ids[:, :30], attention_mask=mask[:, :30], use_cache=True).past_key_values
+    later = logits(model, ids[:, 30:], attention_mask=mask, past_key_values=cache)
+    torch.testing.assert_close(later, expected[:, 30:], **CLOSE)
