@@ -11,9 +11,10 @@ import torch
 from tiny import MODES, tiny_config, tiny_model, tokens
 from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from tnt_hf import TNTCache
+from tnt_hf.masks_tnt import build_masks
 from tnt_hf.network_tnt import Net
 from tnt_hf.projection_tnt import project_queries
 from tnt_hf.step_tnt import Clock, MemoryState, memory_step, project_step, token
@@ -165,6 +166,20 @@ def test_one_token_keeps_to_the_mask_it_is_given(attn):
     for mask in (finished, seen.long()):
         found = model(ids[:, 8:], attention_mask=mask, past_key_values=copy.deepcopy(cache)).logits
         torch.testing.assert_close(found, expected, **EXACT)
+
+
+@torch.no_grad()
+def test_one_token_has_the_mask_that_the_library_makes():
+    """None while the window fills up, and one of ones as soon as it is full: SDPA rounds the two differently, and a
+    converted model decodes to the bit as its source does."""
+    model, ids = tiny_model(), tokens(1, 8)
+    caches = TNTCache(model.config), DynamicCache(config=model.config)
+    for step in ids.split(1, 1):
+        embeds = model.get_input_embeddings()(step)
+        found, expected = (build_masks(model.config, embeds, None, cache)["sliding_attention"] for cache in caches)
+        assert found is expected is None or torch.equal(found, expected)
+        for cache in caches:
+            model(step, past_key_values=cache)
 
 
 @pytest.mark.filterwarnings("ignore")
