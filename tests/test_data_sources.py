@@ -204,6 +204,8 @@ def test_a_share_is_held_out_by_the_hash_of_the_document(streaming, tmp_path, to
     assert list(training_texts(DataArguments(str(path), eval_share=0.2))) == [x for x in texts if x not in held_out]
     if not streaming:
         assert texts_in(tokenizer, build(tokenizer, path, **data).train) == [x for x in texts if x not in held_out]
+        other = DataArguments(str(path), eval_share=0.5)  # whose tokens are not those made for the first share
+        assert texts_in(tokenizer, build(tokenizer, path, eval_share=0.5).train) == list(training_texts(other))
 
     write(path, jsonl({"text": text} for text in ["new", *texts[::-1]]))  # others come and all move: it stays held out
     assert set(texts_in(tokenizer, build(tokenizer, path, **data).eval)) - {"new"} == set(held_out)

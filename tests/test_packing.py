@@ -68,6 +68,10 @@ def test_whole_rows_fill_gaps():
     assert [[x.document for x in row] for row in whole_rows([6, 5, 3, 4, 1], 10)] == [[0, 2, 4], [1, 3]]
 
 
+def test_the_fullest_row_is_given_out_where_too_many_are_open():
+    assert [[x.document for x in row] for row in whole_rows([6, 8, 9, 4], 10, open_rows=2)] == [[1], [0, 3], [2]]
+
+
 @given(LENGTHS, ROW)
 def test_single_rows_have_one_document_each(lengths, row_length):
     rows = list(single_rows(lengths, row_length))
@@ -106,10 +110,13 @@ def test_packed_batches_have_no_mask_and_others_are_padded_on_the_right():
     assert RowCollator(9, packed=False, length=5)(rows)["input_ids"].shape == (2, 5)
 
 
-@settings(max_examples=40)
-@example(lengths=[9], row_length=4, packing=True, whole=False)  # a last row of one token
-@given(lengths=LENGTHS, row_length=ROW, packing=st.booleans(), whole=st.booleans())
-def test_rows_by_number_are_the_plan(tmp_path_factory, lengths, row_length, packing, whole):
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+@settings(max_examples=10)
+@example(lengths=[9], row_length=4)  # a last row of one token
+@example(lengths=[3, 5], row_length=4)  # a document that begins with the last token of a row
+@given(lengths=LENGTHS, row_length=ROW)
+def test_rows_by_number_are_the_plan(tmp_path_factory, packing, whole, lengths, row_length):
     texts = documents(lengths)
     masks = [ids % 3 > 0 for ids in texts] if whole else None
     store = store_of(tmp_path_factory.mktemp("rows"), texts, masks)
