@@ -11,6 +11,7 @@ from tiny import MODES, left_padded, tiny_config, tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 
 from tnt_hf import TNTCache, memory_state_bytes
+from tnt_hf.cache_tnt import FINGERPRINT
 from tnt_hf.costs_tnt import memory_state_shapes
 
 
@@ -150,17 +151,52 @@ def test_session_resumes_in_another_process(tmp_path):
     assert torch.equal(torch.load(tmp_path / "out.pt"), expected)
 
 
+# Of every field that says what a stored state means, another value.
+OTHERWISE = {
+    "variant": "mal",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "sliding_window": 8,
+    "num_persistent_tokens": 1,
+    "global_chunk_size": 4,
+    "local_reset_interval": 8,
+    "global_read": "current",
+    "qk_projection": "none",
+    "qk_projection_norm": False,
+    "memory_num_heads": 1,
+    "memory_head_dim": 16,
+    "memory_projections": "shared",
+    "memory_conv_kernel": 2,
+    "memory_value_norm": False,
+    "memory_feature_map": "identity",
+    "memory_depth": 1,
+    "memory_expansion": 2,
+    "memory_activation": "gelu",
+    "memory_residual": True,
+    "memory_layernorm": True,
+    "memory_momentum": True,
+    "memory_decay": True,
+    "memory_decay_target": "zero",
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_session_of_another_architecture_is_refused_by_the_field(tmp_path):
+    path, model = tmp_path / "session.safetensors", tiny_model()
+    filled(model, tokens(2, 21)).save(path)
+    assert OTHERWISE.keys() == {*FINGERPRINT} - {"local_chunk_sizes"}
+    for field, value in OTHERWISE.items():
+        with pytest.raises(ValueError, match=f"{field}: the cache was filled with"):
+            TNTCache.load(path, tiny_config(**{field: value}))
+
+
 def test_sessions_that_do_not_fit(tmp_path):
     path, model = tmp_path / "session.safetensors", tiny_model()
     filled(model, tokens(2, 21)).save(path)
-    for field, value in [
-        ("memory_depth", 1),
-        ("sliding_window", 8),
-        ("num_hidden_layers", 3),
-        ("memory_momentum", True),
-    ]:
-        with pytest.raises(ValueError, match=field):
-            TNTCache.load(path, tiny_config(**{field: value}))
     with pytest.raises(FileNotFoundError):
         TNTCache.load(tmp_path / "nothing", model.config)
     tensors = load_file(path)
@@ -208,6 +244,7 @@ def test_chunk_sizes_change_at_a_boundary(sizes, tmp_path):
     cache.save(tmp_path / "session.safetensors")
     model.set_local_chunk_sizes(after)
     resumed = TNTCache.load(tmp_path / "session.safetensors", model.config)
+    assert resumed.state_bytes() == 2 * memory_state_bytes(model.config, "float64"), "at once, not with the next token"
     a, b = go_on(model, cache, rest), go_on(model, resumed, rest)
     assert torch.equal(a, b)
     assert cache.state_bytes() == 2 * memory_state_bytes(model.config, "float64")
@@ -217,12 +254,13 @@ def test_chunk_sizes_change_at_a_boundary(sizes, tmp_path):
     torch.testing.assert_close(step, a, atol=1e-9, rtol=0)
 
 
-def test_chunk_sizes_do_not_change_inside_a_chunk():
+@pytest.mark.parametrize("time, sizes", [(23, [1, 1]), (22, [8, 4])], ids=["of the old size", "of the new size"])
+def test_chunk_sizes_do_not_change_inside_a_chunk(time, sizes):
     model = tiny_model()
-    cache = filled(model, tokens(1, 23))
+    cache = filled(model, tokens(1, time))
     dynamic = filled(model, tokens(1, 24), DynamicCache(config=model.config))
-    model.set_local_chunk_sizes([1, 1])
-    with pytest.raises(ValueError, match=r"local_chunk_sizes.*time \[23\]"):
+    model.set_local_chunk_sizes(sizes)
+    with pytest.raises(ValueError, match=rf"local_chunk_sizes.*time \[{time}\]"):
         go_on(model, cache, tokens(1, 1))
     with pytest.raises(ValueError, match="local_chunk_sizes"):
         go_on(model, dynamic, tokens(1, 1))
