@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_hosts import tiny_host
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tnt_hf import TNTConfig, TNTForCausalLM
@@ -249,6 +250,14 @@ def test_decay_spares_initial_weights_gates_norms_and_biases():
                  "gate.proj.weight", "q_norm.weight", "self_attn.q_proj.bias", "persistent_keys"):  # fmt: skip
         assert any(part in name for name in spared), part
     assert {g["weight_decay"] for g in parameter_groups(model, 1e-3, 0.1)} == {0.0, 0.1}
+
+
+def test_a_vector_does_not_decay_whatever_its_name():
+    parameters = dict(tiny_host("gpt2").named_parameters())
+    assert "transformer.h.0.ln_1.weight" in parameters  # a norm by no such name
+    assert {name for name, x in parameters.items() if decays(name, x)} == {
+        n for n, x in parameters.items() if x.ndim > 1
+    }
 
 
 def test_kinds_are_found_inside_peft_and_injected_models():
