@@ -109,6 +109,17 @@ def test_the_state_is_never_the_trained_w_init():
         assert torch.equal(x, before[name]), name
 
 
+def test_a_row_that_sits_out_a_call_keeps_its_state():
+    model, mask = tiny_model(memory_momentum=True), torch.ones(2, 15, dtype=torch.long)
+    mask[1, 9:] = 0
+    cache = filled(model, tokens(2, 9))
+    before = {name: x[1].clone() for name, x in cache._tensors().items()}
+    filled(model, tokens(2, 6, seed=2), cache, attention_mask=mask)
+    for name, x in cache._tensors().items():
+        if "conv" in name or "state" in name:
+            torch.testing.assert_close(x[1], before[name], rtol=0, atol=1e-12)
+
+
 # ------------------------------------------------------------------------------------------------------------ sessions
 
 

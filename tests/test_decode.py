@@ -118,9 +118,10 @@ def test_a_copy_of_a_cache_is_not_written_to():
     assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["behind it", "before it"])
 @pytest.mark.parametrize("part", ["memories.0", "q_conv", "k_proj", "gate"])
 @torch.no_grad()
-def test_hooks_and_adapters_take_effect_while_decoding(part):
+def test_hooks_and_adapters_take_effect_while_decoding(part, before):
     """Whatever is put around a module of the memory changes a decoded token as it changes a read one."""
     model, ids = tiny_model(), tokens(2, 12)
     plain = model(ids).logits
@@ -128,7 +129,11 @@ def test_hooks_and_adapters_take_effect_while_decoding(part):
     def half(module, args, output):
         return (output[0] / 2, *output[1:]) if isinstance(output, tuple) else output / 2
 
-    model.model.layers[1].memory.get_submodule(part).register_forward_hook(half)
+    def half_of_the_second(module, args):
+        return (args[0], args[1] / 2, *args[2:]) if len(args) > 1 else (args[0] / 2,)
+
+    module = model.model.layers[1].memory.get_submodule(part)
+    module.register_forward_pre_hook(half_of_the_second) if before else module.register_forward_hook(half)
     full, cache, decoded = model(ids).logits, TNTCache(model.config), []
     for t in range(12):
         decoded.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
@@ -137,17 +142,24 @@ def test_hooks_and_adapters_take_effect_while_decoding(part):
 
 
 def test_a_step_with_gradients_is_the_same_step():
-    """Gradients flow through decoded tokens; the state they started from is not overwritten."""
-    model, ids = tiny_model(), tokens(2, 6)
+    """Gradients flow through decoded tokens; the state they started from is not overwritten. Across a reset, before
+    which one row has nothing to say for two tokens."""
+    model, ids, mask = tiny_model(), tokens(2, 8), torch.ones(2, 20, dtype=torch.long)
+    mask[1, 14:16] = 0
     cache = TNTCache(tiny_config())
+
+    def decode(cache):
+        steps = range(12, 20)
+        return [model(ids[:, t - 12, None], attention_mask=mask[:, : t + 1], past_key_values=cache) for t in steps]
+
     with torch.no_grad():
-        model(tokens(2, 5), past_key_values=cache)
-        kept = copy.deepcopy(cache)
-        expected = [model(ids[:, t : t + 1], past_key_values=kept).logits for t in range(6)]
-    found = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(6)]
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
-    found[-1].sum().backward()
+        model(tokens(2, 12), past_key_values=cache)
+        expected = decode(copy.deepcopy(cache))
+    found = decode(cache)
+    for t, (a, b) in enumerate(zip(found, expected)):
+        present = mask[:, 12 + t].bool()
+        torch.testing.assert_close(a.logits[present], b.logits[present], atol=1e-9, rtol=0)
+    found[-1].logits.sum().backward()
     assert model.model.layers[0].memory.memories[1].lr_proj.weight.grad.abs().sum() > 0
 
 
