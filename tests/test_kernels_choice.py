@@ -70,6 +70,13 @@ def test_auto_on_cuda_says_once_why_it_does_not_use_them(caplog):
     assert len(caplog.records) == 1 and "[16, 24, 16]" in caplog.text
 
 
+def test_auto_on_the_cpu_is_torch_without_a_word(caplog):
+    """Also where a kernel could run, as it can in the interpreter."""
+    for possible in (lambda device: None, lambda device: "there is none"):
+        assert choose("memory_implementation", "auto", torch.device("cpu"), possible) == "chunk"
+    assert not caplog.records
+
+
 def test_the_op_refuses_on_the_cpu():
     tensors, weights, options = make_inputs(K=16, V=16, hidden=16, dtype=torch.float32)
     with pytest.raises(ValueError, match="implementation='triton' cannot run here: there is no Triton on 'cpu'"):
