@@ -192,6 +192,19 @@ def test_rows_hold_whole_conversations(streaming, packing, tmp_path):
     assert set(batch) == {"input_ids", "labels", "position_ids"} | ({"attention_mask"} if not packing else set())
 
 
+def test_tokens_of_other_settings_are_not_taken(tmp_path):
+    """What is scored, how long a conversation may be, and its template are no part of the tokenizer's digest."""
+    path = write(tmp_path / "a.jsonl", jsonl([{"messages": SHORT}]))
+    tokenizer = bytes_tokenizer(PLAIN_TEMPLATE)
+    assert sum(build(tokenizer, path).train[0]["labels"] != IGNORED) == len("Hello") + 1
+    everything = build(tokenizer, path, assistant_only_loss=False).train[0]
+    assert sum(everything["labels"] != IGNORED) == len("User:\nHi\nAssistant:\nHello")
+    assert len(build(tokenizer, path, sequence_length=23, packing=False).train[0]["input_ids"]) == 23
+    tokenizer.chat_template = CHATML
+    ids = build(tokenizer, path).train[0]["input_ids"]
+    assert tokenizer.decode(ids).startswith("<|im_start|>user")
+
+
 def test_what_is_cut_and_dropped_is_counted(tmp_path):
     late = [says("user", "q" * 80), says("assistant", "never seen")]
     long = [says("user", "q"), says("assistant", "a" * 80)]

@@ -247,10 +247,14 @@ def test_tokens_are_made_once_and_never_stale(tmp_path, tokenizer, cache):
     changed = build(tokenizer, path)
     assert texts_in(tokenizer, changed.train) == ["xyz" * 6] and changed.state["data"] != first.state["data"]
 
+    columns = write(tmp_path / "b.jsonl", jsonl([{"text": "abcabcabcabc", "title": "xyzxyzxyzxyz"}]))
+    for column, text in (("text", "abcabcabcabc"), ("title", "xyzxyzxyzxyz")):
+        assert texts_in(tokenizer, build(tokenizer, columns, text_column=column).train) == [text]
+
     other = train_tokenizer(["abcabc"] * 9, 260)
     assert tokenizer_digest(other) != tokenizer_digest(tokenizer)
     assert build(other, path).state["tokenizer"] != first.state["tokenizer"]
-    assert len(stores(cache)) == 3
+    assert len(stores(cache)) == 5
 
 
 def test_tokens_of_a_repository_are_never_stale(tmp_path, tokenizer, cache):

@@ -132,6 +132,15 @@ def test_rows_by_number_are_the_plan(tmp_path_factory, packing, whole, lengths, 
         by_number[len(plan)]
 
 
+@pytest.mark.parametrize("vocabulary, size", [(1 << 16, 2), ((1 << 16) + 1, 4)])
+def test_a_store_has_room_for_the_last_token_of_a_vocabulary(vocabulary, size, tmp_path):
+    writer = StoreWriter(tmp_path / "store", vocabulary, with_mask=False)
+    writer.add(Encoded(np.asarray([0, vocabulary - 1])))
+    writer.close()
+    tokens = TokenStore(tmp_path / "store").tokens
+    assert tokens.tolist() == [0, vocabulary - 1] and tokens.itemsize == size
+
+
 def test_a_store_cut_short_is_not_read(tmp_path):
     store = store_of(tmp_path, documents([5, 6]))
     with (store.folder / "tokens.bin").open("r+b") as file:

@@ -76,6 +76,8 @@ def test_a_pass_has_the_rows_of_its_documents_once_in_an_order_of_its_own(folder
     tokens = lambda rows: sorted(token for row in rows for token in row)  # noqa: E731
     assert tokens(first) == tokens(second) == tokens(plain)
     assert first != plain and first != second  # files and rows are shuffled, in every pass anew
+    files = [ids(islice(stream(folder, shuffled_rows=1), start, start + count)) for start in (0, count)]
+    assert files[0] != files[1], "the files are, even if no row waits for another"
     assert ids(islice(stream(folder), 3 * count)) == ids(islice(stream(folder), 3 * count))
     assert ids(islice(stream(folder, seed=4), count)) != first
 
