@@ -173,6 +173,10 @@ def test_the_start_is_that_of_the_model_and_depends_on_the_seed_only(tmp_path):
             assert found.equal(expected), tensor
         else:
             assert 0.5 < found.std() / expected.std() < 2, tensor
+    first, second = (made[f"model.layers.{i}.memory.memories.0.weights.0"] for i in (0, 1))
+    assert not first.equal(second), "each layer has numbers of its own"
+    taps = made["model.layers.0.memory.k_conv.weight"].mean((0, 1))
+    torch.testing.assert_close(taps, torch.tensor([0.0, 0, 0, 1]), rtol=0, atol=0.1)  # the newest token as it is
 
 
 def test_the_precision_of_the_memory(tmp_path):

@@ -396,6 +396,23 @@ def test_links_that_cannot_be_made(tmp_path, source, monkeypatch):
     assert "copying the shards" in said[0] and check_manifest(result) == []
 
 
+def test_all_shards_are_linked_or_none(tmp_path, monkeypatch):
+    """The last one lies on another file system."""
+    source = save_source(tmp_path / "source", shards="20KB")
+    shards, link = sorted(source.glob("model-*.safetensors")), os.link
+
+    def refuse_the_last(origin, target):
+        if Path(origin).name == shards[-1].name:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        link(origin, target)
+
+    monkeypatch.setattr(os, "link", refuse_the_last)
+    assert len(shards) > 1
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    assert {path.stat().st_nlink for path in (*shards, *result.glob("model-base-*"))} == {1}
+    assert check_manifest(result) == []
+
+
 # ----------------------------------------------------------------------------------------------- interrupted, together
 
 

@@ -97,7 +97,10 @@ def test_shards_of_another_kind_replace_the_copies(tmp_path, monkeypatch):
     """Whether a source is fused is known later only: its copies go, and new shards come under the same names."""
     save_source(tmp_path / "source", "phi3")
     monkeypatch.chdir(tmp_path)
+    drop, counted = HeadStart.drop, []
+    monkeypatch.setattr(HeadStart, "drop", lambda self: drop(self) or counted.append(self.copied))
     assert convert() == 0
+    assert counted == [0], "what was removed needs its room again"
     convert_checkpoint("source", "plain", progress=False, **COPY)
     assert contents(tmp_path / "result") == contents(tmp_path / "plain")
 
