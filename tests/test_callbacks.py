@@ -90,6 +90,15 @@ def test_the_window_of_an_injected_model_is_narrowed():
         assert torch.equal(model(ids).logits, whole)
 
 
+def test_a_narrowed_window_holds_the_token_itself():
+    injected = inject(tiny_host("llama"), LiZAConfig(max_self_attn_length=7))
+    narrow_window(injected)
+    assert [layer.self_attn.max_self_attn_length for layer in injected.model.layers] == [1, 1]
+    tnt = tiny_model(sliding_window=7)
+    narrow_window(tnt)
+    assert [layer.self_attn.sliding_window for layer in tnt.model.layers] == [1, 1]
+
+
 def test_a_model_without_a_window_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no layer of TNTForCausalLM has a sliding window"):
         trainer(tmp_path, config={"memory_layers": [], "sliding_window": None}, **NO_SAVE).fit()
@@ -247,6 +256,14 @@ def test_the_share_is_of_what_is_summed():
     assert memory_statistics(model, row())["memory/share/layer_0"] == pytest.approx(2 / 3, rel=1e-5)
 
 
+def test_the_gate_is_open_whichever_sign_it_has():
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.memory.gate.scale.data = torch.linspace(-0.5, 0.5, 32).double()
+    expected = torch.linspace(-0.5, 0.5, 32).abs().mean().item()  # and 2 sigmoid(0) of the token's own factor
+    assert memory_statistics(model, row())["memory/gate"] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("variant", ["mal", "lmm"])
 def test_a_memory_without_attention_beside_it_has_no_share(variant):
     read = memory_statistics(tiny_model(variant=variant), row())
@@ -254,8 +271,13 @@ def test_a_memory_without_attention_beside_it_has_no_share(variant):
 
 
 def test_an_injected_liza_operator_is_read():
-    read = memory_statistics(inject(tiny_host("llama"), LiZAConfig(weight=0.3, chunk_size=8)), row())
-    assert read["memory/gate/layer_1"] == pytest.approx(0.3) and 0 < read["memory/share/layer_0"] < 1
+    model, seen = inject(tiny_host("llama"), LiZAConfig(weight=0.3, chunk_size=8)), []
+    memory = model.model.layers[0].self_attn.memory
+    memory.register_forward_hook(lambda _, args, output: seen.append((0.7 * args[0], output - 0.7 * args[0])))
+    read = memory_statistics(model, row())
+    assert read["memory/gate/layer_1"] == pytest.approx(0.3)
+    attention, operator = (x.pow(2).mean().sqrt().item() for x in seen[0])
+    assert read["memory/share/layer_0"] == pytest.approx(operator / (operator + attention), rel=1e-4)
     read = memory_statistics(inject(tiny_host("gpt2"), LiZAConfig(weight=0.0, chunk_size=8)), row())
     assert read["memory/share"] == 0 and read["memory/gate"] == 0
 

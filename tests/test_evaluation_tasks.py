@@ -4,7 +4,7 @@ Axis legend: B batch   T tokens   V vocabulary
 """
 
 import math
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.nn.functional import log_softmax
 from tnt_hf import TNTForCausalLM, memory_state_bytes
 from tnt_hf.conversion import inject
 from tnt_hf.conversion.verify_branches import gates
+from tnt_hf.recipes import evaluation_cost
 from tnt_hf.recipes.data import Recall, train_tokenizer
 from tnt_hf.recipes.evaluation_cost import DECODED, cache_bytes, cost_at, cost_result
 from tnt_hf.recipes.evaluation_perplexity import (
@@ -348,16 +349,20 @@ def test_bytes_are_those_of_the_cache():
         cache_bytes(())
 
 
-def test_speed_is_of_what_was_computed():
-    """A prefill of all tokens but the last at once, then single ones: of a model that sleeps 5 ms for each token of
-    the first and 50 ms for each of the others, so no faster than 200 and 20 tokens per second, and not much slower."""
-    model, lengths = tiny_model(torch.float32), []
+def test_speed_is_of_what_was_computed(monkeypatch):
+    """A prefill of all tokens but the last at once, then single ones: of a model that takes 5 ms for each token of
+    the first, 50 ms for each of the others, and in the first round ten times as long."""
+    model, lengths, now = tiny_model(torch.float32), [], [0.0]
     listen(model, lengths)
-    nap = lambda _, args, kwargs: time.sleep(0.05 if (T := kwargs["input_ids"].shape[1]) == 1 else 0.005 * T)  # noqa: E731
-    model.model.register_forward_pre_hook(nap, with_kwargs=True)
+
+    def take(_, args, kwargs):
+        T = kwargs["input_ids"].shape[1]
+        now[0] += (0.05 if T == 1 else 0.005 * T) * (10 if len(lengths) <= 1 + DECODED else 1)
+
+    model.model.register_forward_pre_hook(take, with_kwargs=True)
+    monkeypatch.setattr(evaluation_cost, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     row = cost_at(model, tokens(1, 40))
     assert lengths == [40 - DECODED, *[1] * DECODED] * 4, "one round to warm up, three that count"
-    for name, limit in {"prefill": 200, "decode": 20}.items():
-        low, high = row[f"{name}_tokens_per_second_range"]
-        assert low <= row[f"{name}_tokens_per_second"] <= high <= limit
-        assert row[f"{name}_tokens_per_second"] > limit / 2.5, "a busy machine adds to it"
+    for name, speed in {"prefill": 200, "decode": 20}.items():
+        assert row[f"{name}_tokens_per_second"] == pytest.approx(speed)
+        assert row[f"{name}_tokens_per_second_range"] == pytest.approx([speed, speed])
