@@ -74,7 +74,8 @@ def test_every_figure_of_the_results_is_in_the_card(run):
     training, results = sections(card)["Training"], sections(card)["Results"]
     for shown in (
         "99,968",
-        "97",
+        "| optimizer steps | 97 |",
+        "| parameters trained | 20,000 |",
         "61 s",
         "1,628",
         "987,654,321",
@@ -86,7 +87,8 @@ def test_every_figure_of_the_results_is_in_the_card(run):
     ):
         assert shown in training, shown
     tables = ("| 0 | 64 | 21.5 |", "| 64 | 128 | 9.25 |", "| 64 | 0.75 | 0.5 to 0.9 | 20 |", "| 0 | 32 | 0.625 | 80 |")
-    tables += ("| 1,024 | 14,864 | 768 | 98.7 |", "| local 0 (C=8) off | 14.25 |")
+    tables += ("| 1,024 | 14,864 | 768 | 98.7 |", "| local 0 (C=8) off | 14.25 | 0.1435 | 0.0123 |")
+    tables += ("|  | perplexity | loss added (nats) | its standard error |",)
     for shown in ("**12.35** ± 0.1234 over 4,096 tokens", *tables):
         assert shown in results, shown
     assert "| `model_config.hidden_size` | `32` |" in training and "| `mode` | `pretrain` |" in training
@@ -94,11 +96,14 @@ def test_every_figure_of_the_results_is_in_the_card(run):
     for picture in ("](loss.png)", "](gates.png)"):
         assert picture in training
     assert "](evaluation/perplexity.png)" in results
+    assert "read 99,968 tokens, in rows of 128" in sections(card)["Limits"]
 
 
-def test_architecture_is_counted_and_not_claimed(run):
-    body = sections(model_card(run, "books"))["Architecture"]
-    model = AutoModelForCausalLM.from_pretrained(run)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_architecture_is_counted_and_not_claimed(dtype, run, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(run, dtype=dtype)
+    model.save_pretrained(copied(run, tmp_path))
+    body = sections(model_card(tmp_path / run.name, "books"))["Architecture"]
     memory = sum(x.numel() for name, x in model.named_parameters() if ".memory." in name)
     assert f"{model.num_parameters() - memory:,} base, {memory:,} in the memory" in body
     cache = model(torch.tensor([list(range(1, 40))]), use_cache=True).past_key_values
