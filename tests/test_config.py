@@ -9,6 +9,7 @@ from tiny import MODES, TINY, tiny_config
 from transformers import AutoConfig
 
 from tnt_hf import TNTConfig, TNTForCausalLM, flops_per_token, memory_state_bytes
+from tnt_hf.branch_tnt import lr_factors
 from tnt_hf.costs_tnt import memory_state_shapes
 
 
@@ -215,3 +216,13 @@ def test_training_chunk_sizes_stay_with_the_number_of_memories(tmp_path):
     assert TNTConfig.from_pretrained(tmp_path, local_chunk_sizes=[1, 1]).memory_train_chunk_sizes == [8, 2, 4]
     assert TNTConfig.from_pretrained(tmp_path, local_chunk_sizes=[4]).memory_train_chunk_sizes == [8, 4]
     assert TNTConfig.from_pretrained(tmp_path, global_chunk_size=None).memory_train_chunk_sizes == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "scaling, factors", [("none", [1, 1, 1]), ("train_chunk", [1 / 16, 1 / 4, 1 / 8]), ("capped", [1 / 4, 1, 1])]
+)
+def test_rates_are_scaled_by_the_chunk_they_were_trained_with(scaling, factors):
+    sizes = {"global_chunk_size": 256, "local_chunk_sizes": [16, 64], "local_reset_interval": 256}
+    assert lr_factors(tiny_config(**sizes, memory_lr_scaling=scaling)) == factors
+    trained = {"local_chunk_sizes": [1, 1], "memory_train_chunk_sizes": [256, 16, 64]}
+    assert lr_factors(tiny_config(**sizes | trained, memory_lr_scaling=scaling)) == factors

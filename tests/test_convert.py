@@ -66,8 +66,9 @@ def test_logits_are_bit_equal_with_attention_kept(tmp_path, case, dtype):
     assert greedy(source, *left).equal(greedy(result, *left))
 
 
-def test_eager_attention_with_one_key_head_is_bit_equal(tmp_path):
-    source, result = convert(tmp_path, source={"num_key_value_heads": 1})
+@pytest.mark.parametrize("heads", [1, 2])
+def test_eager_attention_with_few_key_heads_is_bit_equal(tmp_path, heads):
+    source, result = convert(tmp_path, source={"num_key_value_heads": heads})
     source, result = (reload(folder, attn_implementation="eager") for folder in (source, result))
     ids = batch(9)[0][:2]  # a size at which products of a copied head and of a view of it differ
     with torch.no_grad():

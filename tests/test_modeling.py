@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import MODES, TINY, left_padded, tiny_config, tiny_model, tokens
 from transformers import (
     DynamicCache,
@@ -344,7 +345,8 @@ def test_gradients_flow_through_the_cache():
 
 def test_loss_respects_num_items_in_batch():
     model, ids = tiny_model(), tokens(2, 12)
-    mean = model(ids, labels=ids).loss
+    mean, logits = model(ids, labels=ids).loss, model(ids).logits.float()
+    close(F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), mean)
     close(model(ids, labels=ids, num_items_in_batch=torch.tensor(44)).loss, mean / 2)  # 2 * 11 shifted labels
 
 
