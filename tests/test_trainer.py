@@ -10,6 +10,7 @@ from train_killer import CONFIG, samples, trainer
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 import tnt_hf
+from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import lora_config
 from tnt_hf.recipes.callbacks import WindowDropout
 from tnt_hf.recipes.objectives import next_token
@@ -77,6 +78,13 @@ def test_the_objective_trains_and_the_next_token_evaluates(tmp_path):
     assert metrics["eval_loss"] > before and metrics["loss"] < 0
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
     assert set(seen) == {("the teacher", 4 * 31, True)}  # of both batches of a step, without the first token of a row
+
+
+def test_a_teacher_is_frozen_and_knows_no_dropout(tmp_path):
+    model, teacher = (TNTForCausalLM(TNTConfig(**CONFIG)).train() for _ in range(2))
+    run = RecipeTrainer(model, TrainingArguments(str(tmp_path), report_to="none", use_cpu=True), teacher=teacher)
+    assert run.teacher is teacher and not teacher.training and model.training
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
 
 def test_the_evaluation_loss_is_the_mean_over_scored_tokens(tmp_path):

@@ -7,22 +7,25 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import get_peft_model
 from train_killer import samples, trainer
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 
 from tnt_hf.conversion import lora_config
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule
 from tnt_hf.recipes.checkpoints import (
+    FIXED,
     SEAL,
     _differences,
     checkpoints,
     delete_old_checkpoints,
     fault,
     latest_complete_checkpoint,
+    run_state,
 )
 
 
@@ -76,6 +79,8 @@ def test_only_complete_checkpoints_count(copy, caplog):
     with caplog.at_level(logging.WARNING):
         assert latest_complete_checkpoint(copy) == first
     assert f"{last} is not complete" in caplog.text and f"{size - 1} bytes instead of {size}" in caplog.text
+    os.truncate(weights, size + 1)
+    assert f"{size + 1} bytes instead of {size}" in fault(last)
     (first / "rng_state.pth").unlink()
     assert fault(first) == "rng_state.pth is missing"
     assert latest_complete_checkpoint(copy) is None
@@ -198,6 +203,42 @@ def test_another_run_is_refused_and_the_setting_named(run, name):
     assert before == sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*") if "runs" not in path.parts)
 
 
+# Of every setting that decides which rows a step sees or what it does with them, another value.
+OTHERWISE = {
+    "per_device_train_batch_size": 3,
+    "gradient_accumulation_steps": 3,
+    "dataloader_num_workers": 3,
+    "dataloader_drop_last": True,
+    "train_sampling_strategy": "sequential",
+    "seed": 3,
+    "data_seed": 3,
+    "num_train_epochs": 7.0,
+    "optim": "adafactor",
+    "optim_args": "scale_parameter=False",
+    "learning_rate": 0.3,
+    "weight_decay": 0.3,
+    "adam_beta1": 0.3,
+    "adam_beta2": 0.3,
+    "adam_epsilon": 0.3,
+    "max_grad_norm": 0.3,
+    "lr_scheduler_type": "polynomial",
+    "lr_scheduler_kwargs": {"power": 3.0},
+    "warmup_steps": 3,
+    "bf16": True,
+    "fp16": True,
+    "neftune_noise_alpha": 0.3,
+}
+
+
+def test_every_setting_that_decides_a_step_is_compared(tmp_path):
+    args = vars(TrainingArguments(str(tmp_path), use_cpu=True))
+    before = run_state(SimpleNamespace(**args), 1, {}, {})
+    assert OTHERWISE.keys() == {*FIXED}
+    for name, value in OTHERWISE.items():
+        (difference,) = _differences(before, run_state(SimpleNamespace(**args | {name: value}), 1, {}, {}))
+        assert difference.startswith(f"{name}={value!r}: the run was begun with")
+
+
 def test_other_data_is_told_in_words():
     before, now = ({"data": {"data": x, "tokenizer": x, "packing": True}} for x in ("8bd6", "2f43"))
     assert list(_differences(before, now)) == [
@@ -220,6 +261,19 @@ def test_more_steps_are_allowed_and_said(copy, caplog):
         longer.fit()
     assert "max_steps=5: the run was begun with 4" in caplog.text
     assert TrainerState.load_from_json(str(copy / "checkpoint-5" / "trainer_state.json")).global_step == 5
+
+
+def test_the_summary_of_a_continued_run_is_of_its_own_steps(tmp_path):
+    """Saved between two logs: the loss of the steps before is handed on to the next log, and counts for that only."""
+    first, losses = trainer(tmp_path, **SHORT, logging_steps=3), []
+    first.fit()
+    before = json.loads((tmp_path / "checkpoint-2" / "progress_0.json").read_text())["loss"]
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    second = trainer(tmp_path, **SHORT, logging_steps=3)
+    second.fit()
+    for run in (first, second):
+        losses.append([entry for entry in run.state.log_history if "train_loss" in entry][-1]["train_loss"])
+    assert before > 0 and losses[1] == pytest.approx((4 * losses[0] - before) / 2)
 
 
 class Endless(torch.utils.data.IterableDataset):
