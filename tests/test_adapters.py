@@ -201,7 +201,12 @@ def test_a_window_changed_in_training_is_saved(tmp_path):
     model = train(with_lora())
     set_max_self_attn_length(model, 3)
     model.save_pretrained(tmp_path)
-    assert torch.equal(logits(load_injected(tiny_host("llama"), tmp_path)), logits(model))
+    again = load_injected(tiny_host("llama"), tmp_path)
+    assert torch.equal(logits(again), logits(model))
+    set_max_self_attn_length(again, 5)  # and once more, after it was loaded
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load_injected(tiny_host("llama"), tmp_path / "again")), logits(again))
+    assert not torch.equal(logits(again), logits(model))
 
 
 def test_two_adapters_and_none(adapter, tmp_path):

@@ -454,6 +454,20 @@ def test_leftovers_are_removed_only_if_they_are_ours(tmp_path, source):
     assert left == {"source", "result", ".result.tnt-partial-foreign", ".results"}
 
 
+def test_a_replacement_cut_in_half_is_undone(tmp_path, source):
+    """Where two folders cannot be swapped in one step, a process that dies between two leaves the old one aside."""
+    target, said = convert_checkpoint(source, tmp_path / "result", progress=False), []
+    dead = tmp_path / ".result.tnt-partial-dead"
+    (dead / "model").mkdir(parents=True)
+    (dead / LOCK).touch()
+    os.rename(target, dead / "old")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        with Staging(target, False, said.append):
+            pass
+    assert said[0] == f"brought back {target}, which an interrupted run was replacing"
+    assert check_manifest(target) == [] and not dead.exists()
+
+
 def test_the_manifest_is_in_every_result(tmp_path, source):
     result = convert_checkpoint(source, tmp_path / "a" / "b" / "result", progress=False)
     assert (result / MANIFEST).is_file() and check_manifest(result) == []

@@ -209,8 +209,9 @@ def test_a_share_is_held_out_by_the_hash_of_the_document(streaming, tmp_path, to
 
     write(path, jsonl({"text": text} for text in ["new", *texts[::-1]]))  # others come and all move: it stays held out
     assert set(texts_in(tokenizer, build(tokenizer, path, **data).eval)) - {"new"} == set(held_out)
-    few = build(tokenizer, path, **data | {"eval_rows": 3}).eval
-    assert len(few) == 3
+    whole, few = (build(tokenizer, path, **data | {"eval_rows": n}).eval for n in (1000, 3))
+    places = (0, 1, 2) if streaming else (0, (len(whole) - 1) // 2, len(whole) - 1)  # a stream's first, or spread
+    assert [row["input_ids"].tolist() for row in few] == [whole[i]["input_ids"].tolist() for i in places]
 
 
 def test_evaluation_data_of_its_own(tmp_path, tokenizer):
