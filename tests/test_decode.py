@@ -268,3 +268,13 @@ def test_the_first_token_behind_a_reset_is_projected_onto_its_key(in_place):
     want = normalize((q * k).sum(-1, keepdim=True) * k, dim=-1)
     # float32 rounds at 6e-8; a product with the rounded u^T u is off by 1e-3 where q . u is small
     assert (found - want).abs().max() < 1e-6
+
+
+def test_an_absent_token_leaves_the_projection_as_it_is():
+    """Whatever it holds, and also where the row's next token begins a shard."""
+    q, k, M = torch.randn(3, 1, 2, 16), torch.randn(3, 1, 1, 16), torch.randn(3, 1, 16, 16)
+    time, mask = torch.tensor([5, 5, 8]), torch.tensor([[True], [False], [False]])
+    options = {"reset_interval": 8, "mask": mask, "initial_state": (M, time), "output_final_state": True}
+    found, after = project_queries(q, k, **options)
+    assert torch.equal(after[1:], M[1:]) and not found[1:].any()
+    assert found[0].any() and not torch.equal(after[0], M[0])
