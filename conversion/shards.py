@@ -105,12 +105,13 @@ def to_bytes(value: Tensor, tensor: NewTensor) -> bytearray:
 
 
 def blocks(tensor: StoredTensor, buffer: bytearray) -> Iterable[memoryview]:
-    """The bytes of a stored tensor in pieces of at most the buffer's size, which is used for all of them."""
+    """The bytes of a stored tensor in pieces of the buffer's size, which is used for all of them: a multiple of every
+    item size, or that of the tensor."""
     view, left = memoryview(buffer), tensor.nbytes
     with tensor.path.open("rb", buffering=0) as file:
         file.seek(tensor.start)
         while left:
-            piece = view[: min(left, len(view) - len(view) % 8)]
+            piece = view[:left]
             if _fill(file, piece) < len(piece):
                 raise ValueError(f"{tensor.path}: ends inside tensor {tensor.name!r}")
             yield piece

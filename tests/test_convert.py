@@ -1,6 +1,7 @@
 """A converted checkpoint computes what its source computes, and is complete."""
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from tnt_hf import TNTForCausalLM
 from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.manifest import read_manifest
+from tnt_hf.conversion.shards import NewTensor, blocks, write_shard
+from tnt_hf.conversion.source import ITEMSIZE, read_header
 
 
 W = 7
@@ -219,6 +222,20 @@ def test_a_cast_equals_loading_the_source_in_that_dtype(tmp_path, dtype):
         a, b = expected(ids).logits, found(ids).logits
     # Llama computes RoPE in float32 even in a float64 model, we do not: 1e-5 is what that rounding comes to.
     assert a.equal(b) if dtype != "float64" else (a - b).abs().max() < 1e-5
+
+
+def test_a_shard_of_odd_sizes(tmp_path):
+    """Every tensor starts at a multiple of its item size; one of fewer than eight bytes is read and cast as well."""
+    few = torch.tensor([1.0, -2.5, 3.0], dtype=torch.bfloat16)
+    save_file({"few": few}, tmp_path / "source.safetensors")
+    (stored,) = read_header(tmp_path / "source.safetensors")
+    assert [len(piece) for piece in islice(blocks(stored, bytearray(6)), 2)] == [6]
+    new = [NewTensor("kept", "BF16", (3,), stored), NewTensor("wide", "F32", (3,), stored)]
+    new.append(NewTensor("made", "F64", (1,), lambda: torch.ones(1)))
+    write_shard(tmp_path / "new.safetensors", new, lambda count: None)
+    tensors = load_file(tmp_path / "new.safetensors")
+    assert tensors["kept"].equal(few) and tensors["wide"].equal(few.float()) and tensors["made"].item() == 1
+    assert not any(x.start % ITEMSIZE[x.dtype] for x in read_header(tmp_path / "new.safetensors"))
 
 
 def test_saving_into_the_result_leaves_a_linked_source_alone(tmp_path):
