@@ -80,6 +80,15 @@ def test_the_objective_trains_and_the_next_token_evaluates(tmp_path):
     assert set(seen) == {("the teacher", 4 * 31, True)}  # of both batches of a step, without the first token of a row
 
 
+def test_the_losses_of_several_processes_add_up(tmp_path, monkeypatch):
+    """The tokens are counted over all processes and gradients are averaged over them, so each multiplies its share."""
+    run = trainer(tmp_path, config={"attention_dropout": 0.0}, **NO_SAVE)
+    batch = {name: x[None] for name, x in samples(1)[0].items()}
+    alone = run.compute_loss(run.model, batch, num_items_in_batch=62)
+    monkeypatch.setattr(type(run.accelerator), "num_processes", 2)
+    assert run.compute_loss(run.model, batch, num_items_in_batch=62).item() == pytest.approx(2 * alone.item())
+
+
 def test_a_teacher_is_frozen_and_knows_no_dropout(tmp_path):
     model, teacher = (TNTForCausalLM(TNTConfig(**CONFIG)).train() for _ in range(2))
     run = RecipeTrainer(model, TrainingArguments(str(tmp_path), report_to="none", use_cpu=True), teacher=teacher)
