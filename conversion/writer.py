@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import tnt_hf
 from tnt_hf.configuration_tnt import TNTConfig
 from tnt_hf.conversion.files import ROOM, check_room, copy_file, copy_unread, flush, known_digest, sha256
 from tnt_hf.conversion.head_start import HeadStart
@@ -17,7 +18,8 @@ from tnt_hf.conversion.shards import NewTensor, inspect, write_shard
 from tnt_hf.conversion.source import INDEX, Source, read_header
 
 
-CODE = Path(__file__).resolve().parent.parent / "tnt_hf"
+# From the package itself: this folder lies beside it in a clone and inside it once installed.
+CODE = Path(tnt_hf.__file__).resolve().parent
 
 
 class Writer:

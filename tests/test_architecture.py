@@ -1,6 +1,7 @@
 """The house rules of the code base, as tests: who may import whom, what travels with a checkpoint, sizes and style."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -265,13 +266,16 @@ def test_the_installed_project_maps_its_folders():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_wheel_holds_all_packages(tmp_path):
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel that pip makes of this clone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (source / name).write_bytes((ROOT / name).read_bytes())
-    for folder in PACKAGES.values():
-        for path in folder.rglob("*"):
+    for package in PACKAGES.values():
+        for path in package.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 copy = source / path.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
@@ -285,16 +289,46 @@ def test_a_wheel_holds_all_packages(tmp_path):
         "--no-deps",
         "--no-build-isolation",
         "-w",
-        tmp_path,
+        folder,
         source,
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def test_a_wheel_holds_all_packages(wheel):
     names = set(ZipFile(wheel).namelist())
     for name, folder in PACKAGES.items():
         for path in folder.rglob("*.py"):
             assert (Path(*name.split(".")) / path.relative_to(folder)).as_posix() in names, path
+
+
+INSTALLED = """
+import tnt_hf
+from transformers import LlamaConfig, LlamaForCausalLM
+from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.recipes.model_card import TEMPLATE
+from tnt_hf.recipes.recipe_file import find_recipe
+
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("llama")
+convert_checkpoint("llama", "hybrid", window=4)
+print(tnt_hf.__file__, TEMPLATE.is_file(), find_recipe("tnt_debug/stage1").is_file())
+"""
+
+
+def test_an_installed_wheel_finds_its_code_templates_and_recipes(wheel, tmp_path):
+    """In a wheel the folders lie inside `tnt_hf`, in a clone beside it: paths must work in both."""
+    ZipFile(wheel).extractall(tmp_path / "site")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, "-c", INSTALLED]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / "site" / "tnt_hf" / "__init__.py"), "True", "True"]
+    travels = {path.name for path in (ROOT / "tnt_hf").glob("*_tnt.py")}
+    assert travels and travels <= {path.name for path in (tmp_path / "hybrid").iterdir()}
 
 
 def test_constraints_pin_every_declared_requirement():
