@@ -54,6 +54,8 @@ def load_model(
     tnt_hf.register()
     if not Path(name).is_dir() and (Path(name).exists() or not HUB_ID.fullmatch(name)):
         raise ValueError(f"MODEL {name}: is neither a folder nor a Hub id")
+    if not Path(name).exists() and name.startswith("runs/"):  # where training writes; the Hub would not know it either
+        raise FileNotFoundError(f"MODEL {name}: no such folder")
     try:
         model, base = _load(name, dtype, trust_remote_code)
         places = [tokenizer] if tokenizer else [name, base]

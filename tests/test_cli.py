@@ -6,13 +6,14 @@ import re
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.cli import DELEGATED, load_config, main
@@ -210,3 +211,36 @@ def test_generate_samples_by_seed_and_sets_chunk_sizes(model_folder, capsys):
 def test_generate_names_the_mistake(model_folder, mistake, capsys):
     assert main(["generate", model_folder, "--prompt", "abc", *mistake]) == 2
     assert mistake[0] in capsys.readouterr().err
+
+
+def test_generate_takes_any_causal_language_model_and_refuses_what_it_cannot_use(model_folder, tmp_path, capsys):
+    """A Llama speaks as a Llama, not as a TNT model whose memory is random."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=None, **sizes)).eval()
+    llama.save_pretrained(tmp_path)
+    command = ["generate", str(tmp_path), "--prompt", "abc", "--max-new-tokens", "9"]
+    assert main(command) == 2
+    assert f"{tmp_path}: holds no tokenizer" in capsys.readouterr().err
+    tokenizer.save_pretrained(tmp_path)
+    assert main(command) == 0
+    input_ids = tokenizer("abc", return_tensors="pt")["input_ids"]
+    expected = llama.generate(input_ids, max_new_tokens=9, do_sample=False)[0, input_ids.shape[1] :]
+    assert capsys.readouterr().out.replace(" ", "").strip() == tokenizer.decode(expected).replace(" ", "")
+    for mistake, message in (
+        (["--local-chunk-sizes", "1"], "has no local memories"),
+        (["--device", "nowhere"], "--device nowhere"),
+    ):
+        assert main([*command, *mistake]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_that_is_not_there_is_not_asked_of_the_hub(capsys):
+    assert main(["generate", "runs/nowhere", "--prompt", "abc"]) == 2
+    assert capsys.readouterr().err == "tnt generate: MODEL runs/nowhere: no such folder\n"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.split() == ["tnt-hf", version("tnt-hf")]

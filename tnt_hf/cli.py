@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
+from tnt_hf import __version__
+
 
 # Commands that bring their own options, read only when the command is given.
 DELEGATED = {
@@ -33,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     from tnt_hf.presets import PRESETS
 
     parser = argparse.ArgumentParser(prog="tnt", description="TNT test-time memory for Hugging Face Transformers.")
+    parser.add_argument("--version", action="version", version=f"tnt-hf {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     info = commands.add_parser("info", help="parameters, state bytes and FLOPs of a configuration")
@@ -234,22 +237,24 @@ def run_info(options) -> None:
 
 def run_generate(options) -> None:
     """`tnt generate`: prints the continuation token by token."""
-    import torch
-    from transformers import AutoTokenizer, TextStreamer, set_seed
+    from transformers import TextStreamer, set_seed
 
-    from tnt_hf import TNTForCausalLM
+    from tnt_hf.recipes.evaluation_model import host_of, load_model
 
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
     if options.temperature < 0:
         raise ValueError(f"--temperature {options.temperature}: must not be negative")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = TNTForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(device).eval()
+    model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
+    if tokenizer is None:
+        raise ValueError(f"MODEL {options.model}: holds no tokenizer")
     if options.local_chunk_sizes:
-        model.set_local_chunk_sizes(options.local_chunk_sizes)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
+        host = host_of(model)
+        if not hasattr(host, "set_local_chunk_sizes"):
+            raise ValueError(f"--local-chunk-sizes: {type(host).__name__} has no local memories")
+        host.set_local_chunk_sizes(options.local_chunk_sizes)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError(f"--prompt {prompt!r}: holds no token")
     sampling = {"do_sample": False}
