@@ -156,8 +156,13 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), Path(f"{name}.yaml"), packaged / inside, packaged / f"{inside}.yaml"):
         if path.is_file():
             return path
-    known = sorted(f"{path.parent.name}/{path.stem}" for path in packaged.glob("*/*.yaml"))
-    raise FileNotFoundError(f"config={str(name)!r}: is no file and no recipe of the package ({', '.join(known)})")
+    known = ", ".join(packaged_recipes())
+    raise FileNotFoundError(f"config={str(name)!r}: is no file and no recipe of the package ({known})")
+
+
+def packaged_recipes() -> list[str]:
+    """The names of the recipes that come with the package, such as `tnt_debug/stage1`."""
+    return sorted(f"{path.parent.name}/{path.stem}" for path in Path(__file__).parent.glob("*/*.yaml"))
 
 
 def _read(path: Path) -> dict[str, Any]:

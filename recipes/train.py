@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tnt_hf.recipes.arguments import DataArguments, ModelArguments, RunArguments
+from tnt_hf.recipes.recipe_file import packaged_recipes
 from tnt_hf.recipes.run_folder import check_output, check_unused, claim_output, sole_run
 
 
@@ -291,11 +292,6 @@ def help_text(everything: bool = False) -> str:
         for field, default, about in described:
             lines.append(f"  --{field:<{width}}  {about} [{_shown(default)}]")
     return "\n".join(lines)
-
-
-def packaged_recipes() -> list[str]:
-    """Names of the recipes that come with the package, as `--config` takes them."""
-    return sorted(f"{path.parent.name}/{path.stem}" for path in Path(__file__).parent.glob("*/*.yaml"))
 
 
 def _described(kind: type) -> list[tuple[str, Any, str]]:

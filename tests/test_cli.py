@@ -114,6 +114,17 @@ def test_info_reads_every_kind_of_source(config_file, tmp_path, capsys):
     assert load_config("tnt", ["memory_max_lr=1e-2"]).memory_max_lr == 0.01
 
 
+def test_info_reads_recipes_of_new_models(capsys):
+    """The paper's 150M models, by name and by path; the recipes promise equal parameters."""
+    totals = {info(capsys, f"{name}_150m/stage1")["parameters"]["total"] for name in ("tnt", "titans", "transformer")}
+    assert max(totals) / min(totals) < 1.01
+    path = Path(__file__).parents[1] / "recipes" / "tnt_debug" / "stage1.yaml"
+    assert info(capsys, str(path)) == info(capsys, "tnt_debug/stage1")
+    assert load_config("tnt_debug/stage1", []).vocab_size == 1024
+    assert main(["info", "tnt_debug/stage2"]) == 2
+    assert "makes no TNT model anew (mode='stage2', model='runs/tnt_debug/stage1')" in capsys.readouterr().err
+
+
 def test_info_prints_one_row_per_layer(config_file, capsys):
     assert main(["info", config_file, "--context", "100", "--dtype", "bfloat16"]) == 0
     printed = capsys.readouterr().out

@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 from tnt_hf import TNTConfig
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.arguments import MODES, NEW_MODELS, DataArguments, ModelArguments, RunArguments
-from tnt_hf.recipes.recipe_file import TRAINER_DEFAULTS, find_recipe, read_recipe
-from tnt_hf.recipes.train import TRAINER_HELP, absolute, by_dataclass, help_text, main, packaged_recipes
+from tnt_hf.recipes.recipe_file import TRAINER_DEFAULTS, find_recipe, packaged_recipes, read_recipe
+from tnt_hf.recipes.train import TRAINER_HELP, absolute, by_dataclass, help_text, main
 
 
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,6 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
-from tnt_hf import __version__
-
 
 # Commands that bring their own options, read only when the command is given.
 DELEGATED = {
@@ -32,6 +30,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
+    from tnt_hf import __version__
     from tnt_hf.presets import PRESETS
 
     parser = argparse.ArgumentParser(prog="tnt", description="TNT test-time memory for Hugging Face Transformers.")
@@ -39,7 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     info = commands.add_parser("info", help="parameters, state bytes and FLOPs of a configuration")
-    info.add_argument("config", metavar="CONFIG", help=f"folder, .json or .yaml file, Hub id, or {', '.join(PRESETS)}")
+    info.add_argument(
+        "config", metavar="CONFIG", help=f"folder, .json or .yaml file, recipe, Hub id, or {', '.join(PRESETS)}"
+    )
     info.add_argument("overrides", metavar="FIELD=VALUE", nargs="*", help="any field of TNTConfig, value as in YAML")
     info.add_argument("--context", type=int, metavar="TOKENS", help="default: max_position_embeddings")
     info.add_argument("--dtype", choices=ITEMSIZE, help="of the model (default: the configuration's, else float32)")
@@ -96,7 +97,7 @@ class LayerInfo:
 
 
 def load_config(source: str, overrides: list[str]):
-    """The `TNTConfig` of a preset, a folder or file of fields, or a Hub id, with `FIELD=VALUE` overrides applied.
+    """The `TNTConfig` of a preset, a folder or file of fields, a recipe or a Hub id, with `FIELD=VALUE` applied.
 
     Raises:
         ValueError: for an unknown field, a file that is no mapping, a model of another type, or an invalid value.
@@ -106,8 +107,11 @@ def load_config(source: str, overrides: list[str]):
 
     from tnt_hf import TNTConfig
     from tnt_hf.presets import PRESETS
+    from tnt_hf.recipes.recipe_file import find_recipe, packaged_recipes
     from tnt_hf.settings import parse_yaml
 
+    if source in packaged_recipes() and not Path(source).exists():
+        source = str(find_recipe(source))
     path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
     if source in PRESETS:
         fields = dict(PRESETS[source])
@@ -121,6 +125,8 @@ def load_config(source: str, overrides: list[str]):
         raise ValueError(f"{source!r} must hold a mapping of TNTConfig fields, not {type(fields).__name__}")
     if fields.get("model_type", "tnt") != "tnt":
         raise ValueError(f"{source!r} has model_type={fields['model_type']!r}; only 'tnt' can be read")
+    if "mode" in fields:
+        fields = fields_of_recipe(source, fields)
 
     for override in overrides:
         name, equals, value = override.partition("=")
@@ -135,6 +141,24 @@ def load_config(source: str, overrides: list[str]):
                 f"TNTConfig has no field {name!r}" + (f"; did you mean {similar[0]!r}?" if similar else "")
             )
     return TNTConfig.from_dict(fields)
+
+
+def fields_of_recipe(source: str, recipe: dict) -> dict:
+    """The `TNTConfig` fields of the model that a recipe makes anew.
+
+    Raises:
+        ValueError: the recipe goes on from a model that exists, or makes one that is not TNT's.
+    """
+    from tnt_hf.presets import PRESETS
+
+    made = recipe.get("model")
+    if made not in PRESETS:
+        raise ValueError(
+            f"{source!r} is a recipe that makes no TNT model anew (mode={recipe['mode']!r}, model={made!r});"
+            " name the folder of a model"
+        )
+    vocabulary = {"vocab_size": size} if (size := recipe.get("tokenizer_vocab_size")) else {}
+    return PRESETS[made] | vocabulary | (recipe.get("model_config") or {})
 
 
 def count_parameters(config) -> dict[str, dict[str, int]]:
