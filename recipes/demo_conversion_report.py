@@ -138,6 +138,7 @@ def draw(output: Path, results: dict, done: dict) -> list[str]:
     left.set(title="The Llama", ylabel="training loss (nats per token)", xlabel="training tokens (thousands)")
     right.set(title="Distillation", ylabel="KL from the Llama (nats per token)", xlabel="training tokens (thousands)")
     left.legend(fontsize="small")
+    right.set_ylim(0, 1.4 * right.get_ylim()[1])  # room for the legend above the curves
     finish(figure, output / "loss.png", right)
     return ["conversion.png", "loss.png"]
 

@@ -100,7 +100,8 @@ def build_datasets(
 def _require(train: Dataset, rows_per_step: int | None, data: DataArguments, facts: dict) -> None:
     if not len(train):
         raise ValueError(
-            f"dataset_name={data.dataset_name!r}: has no row, documents dropped: {facts['documents_dropped'] or 0}"
+            f"dataset_name={data.dataset_name!r}: has no row, documents dropped: {facts['documents_dropped'] or 0};"
+            f" a row is sequence_length={data.sequence_length} tokens of what eval_share={data.eval_share} leaves"
         )
     if rows_per_step is not None and len(train) < rows_per_step:
         raise ValueError(
