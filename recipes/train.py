@@ -132,6 +132,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     if args.device.type == "cpu":
         args.dataloader_pin_memory = False  # there is nothing to pin it for
     say = (lambda line: print(line, flush=True)) if args.process_index == 0 else (lambda line: None)
+    check_reports(args.report_to)
     check_output(Path(args.output_dir), recipe.given)
     if args.process_index == 0:
         check_unused(Path(args.output_dir))
@@ -179,6 +180,17 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
         "data": data.facts,
     }
     return recipe, trainer, facts
+
+
+def check_reports(report_to: list[str]) -> None:
+    """Raises ValueError if a package that shall show the curves is not there, or cannot be imported."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    for callback in get_reporting_integration_callbacks(report_to):
+        try:
+            callback()
+        except (ImportError, RuntimeError) as error:
+            raise ValueError(f"report_to={report_to!r}: {error}") from error
 
 
 def scheduled(run: RunArguments, seed: int, steps: int) -> list:
