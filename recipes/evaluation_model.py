@@ -20,6 +20,7 @@ from tnt_hf.conversion import load_injected
 from tnt_hf.conversion.reload import ADAPTER_CONFIG
 from tnt_hf.conversion.source import HUB_ID
 from tnt_hf.conversion.verify_probe import TOKENIZERS
+from tnt_hf.recipes.model_card_tables import portable
 from tnt_hf.recipes.sources import read_texts
 
 
@@ -173,6 +174,6 @@ def training_note(folder: Path, data: str, held_out: float) -> str | None:
         name, share = training["name"], training.get("eval_share") or 0.0
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not trained by a recipe
-    if name != data or 0 < held_out <= share:
+    if name not in (data, portable(data)) or 0 < held_out <= share:
         return None
     return f"the model was trained on {data} with eval_share={share}, so the text it is evaluated on is not held out"

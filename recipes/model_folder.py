@@ -74,7 +74,7 @@ def _public(name: Any) -> str | None:
     """A Hub id, or the name of a folder; what is a folder here may look like a Hub id."""
     if not isinstance(name, str) or not name:
         return None
-    return Path(name).name if name.startswith("runs/") or Path(name).is_dir() else portable(name)
+    return Path(name).name if name.startswith(("runs/", "./")) or Path(name).is_dir() else portable(name)
 
 
 def read_model(folder: str | os.PathLike) -> Model:

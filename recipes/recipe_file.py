@@ -62,6 +62,18 @@ class Recipe:
     name: str | None
 
 
+def default_settings() -> dict[str, Any]:
+    """What a recipe means by every field that it does not mention, as YAML would say it."""
+    from transformers import TrainingArguments
+
+    found = {}
+    for kind in (TrainingArguments, RunArguments, DataArguments, ModelArguments):
+        for field in fields(kind):
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            found[field.name] = getattr(default, "value", default)
+    return found | TRAINER_DEFAULTS
+
+
 class Text(str):
     """A value from the command line, not yet read."""
 

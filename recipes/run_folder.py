@@ -48,9 +48,12 @@ def check_output(output: Path, given: dict[str, Any]) -> None:
         )
     if found <= {*UNFINISHED, "gates.png.partial", "loss.png.partial"}:
         return
-    before = _settings(output)
+    from tnt_hf.recipes.recipe_file import default_settings  # here: it takes its time, and a new folder needs it not
+
+    before, default = _settings(output), default_settings()
     for name in sorted({*before, *given} - set(FREE)):
-        if before.get(name) != given.get(name):
+        # A default that is given is the same setting as one that is not.
+        if before.get(name, default.get(name)) != given.get(name, default.get(name)):
             shown = ["the default" if name not in x else repr(x[name]) for x in (given, before)]
             raise ValueError(
                 f"output_dir={str(output)!r}: belongs to another run, {name} is {shown[0]} and was {shown[1]}; choose"

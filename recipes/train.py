@@ -117,6 +117,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     tnt_hf.register()
     from transformers import set_seed
 
+    from tnt_hf.recipes.model_card_tables import portable, portable_command
     from tnt_hf.recipes.models import build_model, load_tokenizer
     from tnt_hf.recipes.objectives import OBJECTIVES
     from tnt_hf.recipes.optimization import parameter_groups
@@ -173,11 +174,11 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
         plots=run.plots,
     )
     facts = {
-        "command": shlex.join(["tnt", "train", *arguments]),
+        "command": portable_command(shlex.join(["tnt", "train", *arguments])),
         "recipe": recipe.name,
-        "settings": by_dataclass(absolute(recipe.given)),
+        "settings": by_dataclass(portable(marked(recipe.given))),
         "mode": run.mode,
-        "data": data.facts,
+        "data": portable(data.facts),
     }
     return recipe, trainer, facts
 
@@ -253,13 +254,17 @@ def plan(recipe: Any, model: Any, groups: list[dict], data: Any, rows_per_step: 
 # ------------------------------------------------------------------------------------------------------- the record
 
 
-def absolute(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings with the full paths of files and folders here, so that no path is mistaken for a Hub id later."""
-    names = ("model", "source", "teacher", "tokenizer", "dataset_name", "eval_dataset_name")
-    paths = {
-        name: str(Path(given[name]).resolve()) for name in names if given.get(name) and Path(given[name]).exists()
-    }
-    return given | paths
+def marked(given: dict[str, Any]) -> dict[str, Any]:
+    """
+    The settings with `./` before files and folders that are here, so that no path is mistaken for a Hub id later: of
+    those below the working directory the way from there, of others the name, as the rest says nothing elsewhere.
+    """
+    found = dict(given)
+    for name in ("model", "source", "teacher", "tokenizer", "dataset_name", "eval_dataset_name"):
+        if given.get(name) and (path := Path(given[name])).exists():
+            path = path.resolve()
+            found[name] = f"./{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name}"
+    return found
 
 
 def by_dataclass(given: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -46,6 +46,25 @@ def test_what_a_run_saved_or_did_not_write_is_never_taken(output, name):
     check_output(output, BEFORE)  # the run itself goes on
 
 
+DEFAULTS = {
+    "seed": 0,
+    "mode": "pretrain",
+    "weight_decay": 0.0,
+    "optim": "adamw_torch_fused",
+    "lora": {},
+    "plots": True,
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_default_is_the_same_setting_given_or_not(output, name):
+    """Of a recipe, a dataclass of ours and one of the library; an enum, a mapping."""
+    write(output / "model.safetensors")
+    check_output(output, BEFORE | ({name: DEFAULTS[name]} if name not in BEFORE else {}))
+    claim_output(output, {name: DEFAULTS[name]})
+    check_output(output, {})
+
+
 def test_without_settings_it_is_somebody_elses(output):
     (output / "recipe.yaml").unlink()
     write(output / "converted" / "config.json")

@@ -16,7 +16,7 @@ from tnt_hf import TNTConfig
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.arguments import MODES, NEW_MODELS, DataArguments, ModelArguments, RunArguments
 from tnt_hf.recipes.recipe_file import TRAINER_DEFAULTS, find_recipe, packaged_recipes, read_recipe
-from tnt_hf.recipes.train import TRAINER_HELP, absolute, by_dataclass, help_text, main
+from tnt_hf.recipes.train import TRAINER_HELP, by_dataclass, help_text, main, marked
 
 
 ROOT = Path(__file__).parents[1]
@@ -153,11 +153,14 @@ def test_what_was_given_is_kept_for_the_record(file):
     }
 
 
-def test_the_record_has_full_paths_of_what_is_here_and_names_of_the_rest(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "stage1").mkdir()
-    given = {"model": "stage1", "dataset_name": "org/name", "seed": 1}
-    assert absolute(given) == {"model": str(tmp_path / "stage1"), "dataset_name": "org/name", "seed": 1}
+def test_the_record_marks_what_is_here_and_holds_no_path_of_the_machine(tmp_path, monkeypatch):
+    (tmp_path / "work" / "runs" / "stage1").mkdir(parents=True)
+    (tmp_path / "texts").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    given = {"model": "runs/stage1", "teacher": str(tmp_path / "work/runs/stage1"), "tokenizer": "org/name", "seed": 1}
+    for texts in ("../texts", str(tmp_path / "texts")):
+        marks = marked(given | {"dataset_name": texts})
+        assert marks == given | {"model": "./runs/stage1", "teacher": "./runs/stage1", "dataset_name": "./texts"}
 
 
 def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):

@@ -140,18 +140,21 @@ def test_stage2_of_everything_is_a_choice(stage1):
     assert moved("stage1", "stage2_all") == set(tensors("stage1"))
 
 
-def test_long_goes_on_with_longer_rows(stage1):
+def test_long_goes_on_with_longer_rows(stage1, folder):
+    """Model and data by full paths, of which the record holds what means something elsewhere."""
     long = "--mode long --model stage1 --max_steps 2 --sequence_length 128 --per_device_train_batch_size 2"
     words = " ".join(COMMON.split()[4:])  # without the length and the batch of the other tests
     with pytest.raises(ValueError, match=r"sequence_length=128.*max_position_embeddings=64"):
         prepare(f"--output_dir long --dataset_name text {long} {words}".split())
-    _, trainer, facts = prepare(
-        f"--output_dir long --dataset_name text {long} {words} --max_position_embeddings 128".split()
-    )
+    full = f"{long} {words} --max_position_embeddings 128".replace("--model ", f"--model {folder}/")
+    _, trainer, facts = prepare(f"--output_dir {folder}/long --dataset_name {folder}/text {full}".split())
     trainer.fit(facts=facts)
     again = AutoModelForCausalLM.from_pretrained("long")
     assert again.config.max_position_embeddings == 128
     assert torch.equal(logits(again), logits(trainer.model)) and moved("stage1", "long")
+    record = Path("long/training.json").read_text()
+    assert str(folder) not in record and "--model stage1 " in json.loads(record)["command"]
+    assert json.loads(record)["settings"]["model"]["model"] == "./stage1"
 
 
 def test_a_run_of_so_many_tokens_over_a_stream(stage1):
