@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerState
 from transformers.utils import logging as hf_logging
 
@@ -32,6 +34,18 @@ from tnt_hf.recipes.checkpoints import (
 
 
 LOG = "training_log.jsonl"
+
+
+@contextmanager
+def own_class(model: nn.Module):
+    """A context in which a model that FSDP2 shards is of the class it was made of. FSDP2 gives it one that is made in
+    a file of torch, and `save_pretrained` would put that file beside the weights as the model's code."""
+    sharded = type(model)
+    model.__class__ = next(x for x in sharded.__mro__ if not issubclass(x, FSDPModule))
+    try:
+        yield
+    finally:
+        model.__class__ = sharded
 
 
 class ResumableTrainer(Trainer):
@@ -184,12 +198,19 @@ class ResumableTrainer(Trainer):
         try:
             if used is not None:
                 config.use_cache = True  # it is off while training only
-            super()._save(output_dir, state_dict)
+            with own_class(self.model):
+                super()._save(output_dir, self._untied(state_dict))
         finally:
             if used is not None:
                 config.use_cache = used
             if bars:
                 hf_logging.enable_progress_bar()
+
+    def _untied(self, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Without the second names of tied weights, which the library knows by their storage; shards that were
+        gathered have one each."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        return state_dict and {x: w for x, w in state_dict.items() if tied.get(x) not in state_dict}
 
     @contextmanager
     def saving(self, folder: Path):

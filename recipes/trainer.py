@@ -100,6 +100,12 @@ class RecipeTrainer(ResumableTrainer):
             groups=groups,
             data_state=data_state,
         )
+        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not self.is_fsdp_enabled:
+            raise ValueError(
+                f"distributed_type=FSDP: accelerate leaves it out on {self.args.world_size} x {self.args.device}, and"
+                " every process would hold everything; take an accelerator for each process, or another"
+                " distributed_type"
+            )
         # All objectives count the tokens they score, of labels that they shift.
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self.objective = objective

@@ -1,0 +1,60 @@
+"""A run whose weights FSDP2 shards over two processes, killed and continued, beside the same run in one process.
+
+Usage: fsdp2_ranks.py FOLDER. Leaves FOLDER/alone, FOLDER/sharded (begun, killed, continued) and FOLDER/whole (the same
+without the kill).
+
+Accelerate leaves FSDP out where there is no accelerator. Here it is told that CPUs are enough, as they are for torch.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from forks import in_a_child
+from train_killer import Die, ranks, trainer, was_killed
+
+
+EXAMPLE = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "accelerate_fsdp2.yaml").read_text())
+# As `accelerate launch` tells them to the processes that it starts.
+OPTIONS = {
+    key.upper(): value if isinstance(value, str) else json.dumps(value)
+    for key, value in EXAMPLE["fsdp_config"].items()
+}
+CALM = {"config": {"attention_dropout": 0.0, "tie_word_embeddings": True}}  # each process draws its own dropout
+
+
+def shard_on_cpus() -> None:
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", **OPTIONS}
+    begin = AcceleratorState.__init__
+
+    def begin_sharded(self, *args, **options):
+        begin(self, *args, **options)
+        plugin = options.get("fsdp_plugin") or self.__dict__.get("fsdp_plugin")
+        if plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+
+    AcceleratorState.__init__ = begin_sharded
+
+
+def sharded(folder: Path, **options) -> None:
+    shard_on_cpus()
+    run = trainer(folder, gradient_accumulation_steps=1, **CALM, **options)
+    run.fit()
+    assert type(run.model).__name__ == "FSDPTNTForCausalLM"  # otherwise this has shown nothing
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    assert in_a_child(lambda: trainer(folder / "alone", **CALM).fit()) == 0
+    assert ranks(lambda rank: sharded(folder / "whole")) == [0, 0]
+    assert any(map(was_killed, ranks(lambda rank: sharded(folder / "sharded", more=[Die(5, "step")] if rank else []))))
+    assert ranks(lambda rank: sharded(folder / "sharded")) == [0, 0]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

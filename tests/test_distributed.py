@@ -1,0 +1,66 @@
+"""Several processes: weights that FSDP2 shards, and what is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_killer import log_of, trainer
+from transformers import AutoModelForCausalLM
+
+from tnt_hf.recipes.run_folder import LOCK, sole_run
+
+
+def test_sharding_that_accelerate_leaves_out_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match="distributed_type=FSDP: accelerate leaves it out on 1 x cpu"):
+        trainer(tmp_path)
+
+
+@pytest.mark.slow
+def test_fsdp2_trains_as_one_process_does_and_goes_on_after_a_kill(tmp_path):
+    command = [sys.executable, Path(__file__).with_name("fsdp2_ranks.py"), tmp_path]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, whole, killed = (tmp_path / name for name in ("alone", "whole", "sharded"))
+    for key in ("loss", "eval_loss"):
+        one, two = ([entry[key] for entry in log_of(run) if key in entry] for run in (alone, whole))
+        # The same sums in another order: float32 rounding of a loss near 4, which the steps carry on.
+        assert len(one) == len(two) and all(abs(a - b) < 2e-5 for a, b in zip(one, two)), (one, two)
+    assert log_of(whole) == log_of(killed)
+    assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
+    assert load_file(alone / "model.safetensors").keys() == load_file(whole / "model.safetensors").keys()
+
+    code, other = ({path.name for path in run.glob("*.py")} for run in (alone, whole))
+    assert code == other and "modeling_tnt.py" in code
+    assert (alone / "config.json").read_text() == (whole / "config.json").read_text()
+    ids = torch.arange(1, 25)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(whole)
+    again = AutoModelForCausalLM.from_pretrained(whole / "checkpoint-8")
+    assert torch.equal(loaded(ids).logits, again(ids).logits)
+
+
+RUN = """
+--config tnt_debug/stage1 --max_steps 2 --warmup_steps 0 --hidden_size 32 --intermediate_size 48
+--num_attention_heads 2 --tokenizer_vocab_size 257 --sequence_length 32 --max_position_embeddings 32
+--per_device_train_batch_size 2 --dataset_name text --eval_share 0 --use_cpu --plots false --report_to none --output_dir run
+""".split()
+
+
+@pytest.mark.slow
+def test_a_second_run_of_two_processes_is_refused_as_one_of_one_is(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("a memory reads and writes; " * 40)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "tnt_hf.recipes.train", *RUN]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with sole_run(tmp_path / "run"):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode != 0 and "tnt train: output_dir='run': another run is writing to it" in done.stderr
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "results are in run" in done.stdout, done.stderr[-3000:]
