@@ -8,6 +8,7 @@ from test_data_sources import EOS, jsonl, write
 
 from tnt_hf.recipes.arguments import DataArguments
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE, ChatEncoder
+from tnt_hf.recipes.conversations import conversations, write_conversations
 from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.packing import IGNORED
 from tnt_hf.recipes.training_data import build_datasets, training_texts
@@ -270,3 +271,23 @@ def test_malformed_conversations_name_the_message(messages, message, tmp_path):
     path = write(tmp_path / "a.jsonl", jsonl([{"messages": messages}]))
     with pytest.raises(ValueError, match=message):
         build(bytes_tokenizer(PLAIN_TEMPLATE), path)
+
+
+def test_the_standard_library_makes_conversations(tmp_path):
+    text = "class A:\n    @property\n"
+    text += '    def two(self):\n        """Give two.\n\n        Always."""\n        return 2  # a pair\n'
+    text += '\n\ndef bare():\n    return 1\n\n\ndef empty():\n    """Does nothing."""\n'
+    talks = list(conversations(text))
+    asked, answered = talks[0]["messages"]
+    assert asked == says("user", "Write two: Give two.") and len(talks) == 1
+    assert answered == says("assistant", "def two(self):\n    return 2")
+    path = tmp_path / "new" / "talks.jsonl"
+    count = write_conversations(path)
+    before = path.read_bytes()
+    assert count == before.count(b"\n") > 1000
+    first = write(tmp_path / "first.jsonl", "".join(path.read_text().splitlines(keepends=True)[:50]))
+    built = build(bytes_tokenizer(PLAIN_TEMPLATE), first, sequence_length=2048)
+    assert built.facts["documents"] > 40  # all but those whose answer lies behind the end of a row
+    with pytest.raises(FileExistsError):
+        write_conversations(path)
+    assert path.read_bytes() == before
