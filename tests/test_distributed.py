@@ -47,7 +47,8 @@ def test_fsdp2_trains_as_one_process_does_and_goes_on_after_a_kill(tmp_path):
 RUN = """
 --config tnt_debug/stage1 --max_steps 2 --warmup_steps 0 --hidden_size 32 --intermediate_size 48
 --num_attention_heads 2 --tokenizer_vocab_size 257 --sequence_length 32 --max_position_embeddings 32
---per_device_train_batch_size 2 --dataset_name text --eval_share 0 --use_cpu --plots false --report_to none --output_dir run
+--per_device_train_batch_size 2 --dataset_name text --eval_share 0 --use_cpu --plots false --report_to none
+--output_dir run
 """.split()
 
 
