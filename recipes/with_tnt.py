@@ -4,11 +4,15 @@
     python -m tnt_hf.recipes.with_tnt transformers serve FOLDER
 
 `lm_eval` and `transformers` do not import `tnt_hf`, so alone they know a TNT model only by the code that lies in its
-folder (`trust_remote_code`), and `transformers serve` not even then: it looks the class up in `transformers`.
+folder (`trust_remote_code`), and `transformers serve` not even then: it looks the class up in `transformers`. Of a
+folder with an injected memory they know the base model alone, which `transformers serve` loads without a word about
+the memory; here it gets the whole model.
 """
 
+import os
 import sys
 from importlib.metadata import entry_points
+from typing import Any
 
 
 def main(arguments: list[str] | None = None) -> int | None:
@@ -28,8 +32,35 @@ def main(arguments: list[str] | None = None) -> int | None:
     import tnt_hf
 
     tnt_hf.register()
+    load_memories_too()
     sys.argv = list(arguments)
     return next(iter(found)).load()()
+
+
+def load_memories_too() -> None:
+    """From here on, in this process, `from_pretrained` of a causal language model is `load_injected` where the folder
+    or repository holds an injected memory."""
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from tnt_hf.conversion import load_injected
+
+    alone = PreTrainedModel.from_pretrained.__func__
+
+    def settings(name: str | os.PathLike | None, config: Any, options: dict[str, Any]) -> dict[str, Any]:
+        if hasattr(config, "to_dict"):
+            return config.to_dict()
+        try:
+            return PreTrainedConfig.get_config_dict(name, **options)[0]
+        except OSError:  # of which the library knows more to say
+            return {}
+
+    def from_pretrained(cls, name: str | os.PathLike | None, *rest, config: Any = None, **options):
+        known = {x: options[x] for x in ("revision", "token", "cache_dir", "subfolder") if x in options}
+        if cls.__name__.endswith("ForCausalLM") and "tnt_injection" in settings(name, config, known):
+            return load_injected(name, **options)  # which comes back here, with a config that says nothing of it
+        return alone(cls, name, *rest, config=config, **options)
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ import pytest
 import torch
 from evaluation_oracles import V, llama
 from torch.nn.functional import log_softmax
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from tnt_hf import TNTConfig, TNTForCausalLM
-from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.conversion import LiZAConfig, convert_checkpoint, inject, load_injected
 from tnt_hf.conversion.verify_branches import gates
 from tnt_hf.recipes import with_tnt
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE
@@ -341,6 +341,7 @@ def test_trl_works_where_only_the_folder_is_known(folder, loaded, tmp_path):
 def test_commands_of_others_are_run_by_name(capsys, monkeypatch):
     """`with_tnt` hands over to the console script, with its own arguments."""
     monkeypatch.setattr(sys, "argv", ["before"])
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", PreTrainedModel.from_pretrained)  # put back afterwards
     with pytest.raises(SystemExit) as end:
         with_tnt.main(["transformers", "version", "--help"])
     assert end.value.code == 0 and "version" in capsys.readouterr().out
@@ -411,6 +412,42 @@ def test_serve_answers_as_generate_does(server, folder, loaded):
         assert said == answer(loaded, messages, 12)
         assert got["usage"]["completion_tokens"] <= 12
         messages.append({"role": "assistant", "content": said})
+
+
+@pytest.fixture(scope="module")
+def injected(folders, tmp_path_factory):
+    """A Llama with an injected memory, with which it says something else."""
+    folder = tmp_path_factory.mktemp("injected")
+    model = AutoModelForCausalLM.from_pretrained(folders["tnt"].parent / "llama")
+    inject(model, LiZAConfig(weight=0.9, max_self_attn_length=2)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(folders["tnt"]).save_pretrained(folder)
+    return folder
+
+
+def test_an_injected_memory_is_loaded_with_its_model(injected, folders, monkeypatch):
+    """By whatever class a tool takes; everything else is loaded as ever."""
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", PreTrainedModel.from_pretrained)  # put back afterwards
+    with_tnt.load_memories_too()
+    ids = torch.arange(2, 26)[None]
+    wanted = load_injected(injected).eval()(ids).logits
+    for kind in (AutoModelForCausalLM, LlamaForCausalLM):
+        assert torch.equal(kind.from_pretrained(injected, attn_implementation="sdpa").eval()(ids).logits, wanted)
+    plain = LlamaForCausalLM.from_pretrained(folders["tnt"].parent / "llama").eval()
+    assert not hasattr(plain.config, "tnt_injection") and not torch.equal(plain(ids).logits, wanted)
+    assert type(AutoModelForCausalLM.from_pretrained(folders["tnt"])) is TNTForCausalLM
+    with pytest.raises(OSError):
+        LlamaForCausalLM.from_pretrained(injected / "absent")
+
+
+@pytest.mark.slow
+def test_serve_answers_with_an_injected_memory(server, injected, folders):
+    messages = [{"role": "user", "content": "def add(a, b):"}]
+    tokenizer = AutoTokenizer.from_pretrained(injected)
+    request = {"model": str(injected), "messages": messages, "max_tokens": 12, "temperature": 0}
+    said = ask(f"{server[0]}/v1/chat/completions", request)["choices"][0]["message"]["content"]
+    assert said == answer((load_injected(injected).eval(), tokenizer), messages, 12)
+    base = AutoModelForCausalLM.from_pretrained(folders["tnt"].parent / "llama").eval()
+    assert said != answer((base, tokenizer), messages, 12)
 
 
 @pytest.mark.slow
