@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+)
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
@@ -24,6 +32,18 @@ from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dic
 from .source import HUB_ID, locate, read_header, read_json, read_source
 
 
+AUTO_CLASSES = (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
+    AutoModel,
+)
+HEADS = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -43,6 +63,8 @@ def load_injected(
     `load_injected(folder)` takes either kind of folder: an adapter (its base is the one named in it), or a whole
     injected model. `load_injected(base, adapter)` puts an adapter on a base of your own.
 
+    A whole model is of the class that was saved: also a classifier, or the base model without a head.
+
     `AutoModelForCausalLM` and `PeftModel.from_pretrained` alone do not know of the memory: use this function.
 
     Args:
@@ -53,7 +75,7 @@ def load_injected(
         adapter_name: its name in the `PeftModel`.
         is_trainable: to go on training; otherwise everything is frozen and in eval mode, as in peft.
         revision: of the Hub repository with the adapter or the whole model.
-        kwargs: for `AutoModelForCausalLM.from_pretrained`, such as `dtype` and `attn_implementation`.
+        kwargs: for `from_pretrained`, such as `dtype` and `attn_implementation`.
 
     Returns:
         A `PeftModel` for an adapter, a model of its own class otherwise.
@@ -106,7 +128,7 @@ def _load_whole(
     if hasattr(config, "attn_implementation"):
         del config.attn_implementation
     with _quiet():  # the memory is no surprise, and everything else that is wrong is an error below
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = _auto_class(config, name).from_pretrained(
             folder, config=config, attn_implementation=implementation, output_loading_info=True, **kwargs
         )
     if missing := sorted(found["missing_keys"]):
@@ -122,6 +144,19 @@ def _load_whole(
                     own[key].copy_(file.get_tensor(key))
     model.name_or_path = name
     return model
+
+
+def _auto_class(config: PreTrainedConfig, name: str) -> type:
+    """The Auto class that makes the model which was saved."""
+    wanted = (config.architectures or [None])[0]
+    for auto in AUTO_CLASSES:
+        made = auto._model_mapping.get(type(config), ())
+        if wanted in [x.__name__ for x in (made if isinstance(made, tuple) else (made,))]:
+            return auto
+    if wanted is not None and type(config) in AutoModelForCausalLM._model_mapping:
+        kinds = ", ".join(auto.__name__ for auto in AUTO_CLASSES)
+        raise ValueError(f"{name}: architectures={config.architectures!r}: is none that {kinds} make.")
+    return AutoModelForCausalLM  # of code that comes with the checkpoint
 
 
 def _memory_names(model: nn.Module) -> tuple[str, ...]:
@@ -166,7 +201,13 @@ def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs
         raise ValueError(f"base={name!r}: the base model of adapter {adapter!r} cannot be loaded: {error}") from error
     if hasattr(found, "tnt_injection"):
         return _load_whole(_locate(name, revision), name, None, kwargs)
-    return AutoModelForCausalLM.from_pretrained(name, revision=revision, **kwargs)
+    auto = AutoModelForCausalLM if config.task_type in (None, "CAUSAL_LM") else _auto_class(found, name)
+    if auto is AutoModelForCausalLM and config.task_type in HEADS:
+        raise ValueError(
+            f"base={name!r}: has no head for the task_type={config.task_type!r} of adapter {adapter!r}, which does not"
+            f" tell its size; load it with {HEADS[config.task_type]} and pass it as base."
+        )
+    return auto.from_pretrained(name, revision=revision, **kwargs)
 
 
 def _attach(

@@ -11,12 +11,13 @@ import sys
 
 import pytest
 import torch
+import transformers
 from hub_server import HubServer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tokens
 from tiny_hosts import HOSTS, ONE_OF_EACH_LAYOUT, OPEN_LIZA, OPEN_TNT, tiny_host
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tnt_hf.conversion.adapters import get_tptt_model, lora_config, without_adapters
 from tnt_hf.conversion.architectures import ARCHITECTURES
@@ -351,6 +352,41 @@ def test_a_whole_model_in_bfloat16_shards_and_eager_attention(tmp_path):
         name: x.dtype for name, x in model.state_dict().items()
     }
     assert all(torch.equal(x, model.state_dict()[name]) for name, x in again.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", ""])
+def test_a_model_of_another_head_is_loaded_as_it_was_saved(kind, head, tmp_path):
+    """Also one without a head."""
+    made = getattr(transformers, f"AutoModelFor{head}" if head else "AutoModel").from_config(tiny_host(kind).config)
+    model = train(inject(made, OPEN_TNT))
+    model.save_pretrained(tmp_path)
+    again = load_injected(tmp_path).eval()
+    assert type(again) is type(model)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(again(IDS)[:1], model(IDS)[:1]))
+
+
+def test_an_architecture_that_cannot_be_made_is_named(tmp_path):
+    inject(tiny_host("llama"), OPEN_TNT).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "LlamaForRanking"))
+    with pytest.raises(ValueError, match=r"architectures=\['LlamaForRanking'\]: is none that AutoModelForCausalLM, "):
+        load_injected(tmp_path)
+
+
+def test_an_adapter_of_a_classifier(tmp_path):
+    """On a base with the head; where the base has none, nobody can know its size."""
+    tiny_host("llama").save_pretrained(tmp_path / "causal")
+    classifier = AutoModelForSequenceClassification.from_config(tiny_host("llama").config)
+    classifier.save_pretrained(tmp_path / "base")
+    model = inject(AutoModelForSequenceClassification.from_pretrained(tmp_path / "base"), OPEN_TNT)
+    model = train(get_peft_model(model, lora_config(model, task_type="SEQ_CLS")))
+    model.save_pretrained(tmp_path / "adapter")
+    for again in (load_injected(tmp_path / "adapter"), load_injected(classifier, tmp_path / "adapter")):
+        assert torch.equal(logits(again), logits(model))
+    with pytest.raises(ValueError, match=r"causal': has no head for the task_type='SEQ_CLS' .*ForSequenceClass"):
+        load_injected(tmp_path / "causal", tmp_path / "adapter")
 
 
 def test_an_adapter_on_a_whole_injected_model(tmp_path):
