@@ -84,6 +84,31 @@ def test_caches_of_the_library_hold_the_same_state(name):
         torch.testing.assert_close(go_on(model, cache, rest), expected, atol=1e-9, rtol=0)
 
 
+# Models with as many layers and state slots as the default one, whose state means something else.
+OTHERS = {
+    "num_key_value_heads": 1, "hidden_size": 64, "head_dim": 4, "memory_num_heads": 1, "memory_conv_kernel": 0,
+    "memory_feature_map": "identity", "memory_expansion": 2, "global_chunk_size": 4, "global_read": "current",
+    "local_reset_interval": 32, "sliding_window": 5, "num_persistent_tokens": 1, "memory_value_norm": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [TNTCache, lambda config: DynamicCache(config=config)], ids=["ours", "library"])
+@pytest.mark.parametrize("field, value", OTHERS.items(), ids=OTHERS.keys())
+def test_a_cache_of_another_architecture_is_refused_and_left_alone(field, value, kind):
+    model, other = tiny_model(), tiny_model(**{field: value})
+    cache = kind(other.config)
+    go_on(other, cache, tokens(2, 9))
+    held = {i: [x.clone() for x in layer.recurrent_states.values()] for i, layer in enumerate(cache.layers)}
+    expected = rf"{field}: the cache was filled with {value!r}, the model has {getattr(model.config, field)!r}"
+    for length in (1, 3):  # both ways through the memory
+        with pytest.raises(ValueError, match=expected):
+            go_on(model, cache, tokens(2, length))
+    assert cache.get_seq_length() == 9
+    for i, states in held.items():
+        assert all(torch.equal(a, b) for a, b in zip(states, cache.layers[i].recurrent_states.values()))
+    assert go_on(other, cache, tokens(2, 1)).isfinite().all()
+
+
 def test_state_is_written_in_place_without_gradients_only():
     model, cache = tiny_model(), TNTCache(tiny_config())
     filled(model, tokens(1, 5), cache)

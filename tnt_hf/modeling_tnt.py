@@ -39,7 +39,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .branch_tnt import TNTInitialWeights, TNTMemory, TNTMemoryUnit
-from .cache_tnt import TNTCache
+from .cache_tnt import FINGERPRINT, TNTCache
 from .configuration_tnt import LAYER_TYPES, TNTConfig
 from .convolution_tnt import TNTCausalConv
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm, wide
@@ -317,23 +317,20 @@ def one_token_clock(cache: Cache | None, layout: StateLayout, valid: Tensor | No
     return Clock.of(time, None if valid is None else valid[:, 0])
 
 
-RUNTIME_FIELDS = ("local_chunk_sizes", "sliding_window", "layer_types")  # may change while a cache lives
-
-
 def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None) -> None:
     """
     Refuse what cannot hold a memory, before any compute.
 
     Raises:
         ValueError: `past_key_values` is no cache, an offloaded or quantized one, a config-less `DynamicCache()`, or
-            one made for another number of layers or other chunk sizes.
+            one of another architecture or with other chunk sizes, whose state means something else here.
     """
     if not isinstance(cache, Cache):
         raise ValueError(
             f"past_key_values must be a transformers Cache such as TNTCache(config), got {type(cache).__name__}."
         )
     fields, layout = vars(config), StateLayout.of(config) if layout is None else layout
-    if isinstance(cache, TNTCache) and any(cache.fingerprint[name] != fields[name] for name in RUNTIME_FIELDS):
+    if isinstance(cache, TNTCache) and any(cache.fingerprint[name] != fields[name] for name in FINGERPRINT):
         cache.adapt(config)
     if not layout.layers:
         return
@@ -350,12 +347,14 @@ def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None
         raise ValueError(
             f"past_key_values has {len(cache.layers)} layers, num_hidden_layers={config.num_hidden_layers}; {hint}."
         )
-    sizes = fields["local_chunk_sizes"]
-    filled_with = sizes if isinstance(cache, TNTCache) else getattr(cache, "local_chunk_sizes", None)
-    if filled_with is None:
-        cache.local_chunk_sizes = sizes
-    elif filled_with != sizes:
-        raise ValueError(f"local_chunk_sizes: the cache was filled with {filled_with}, the model has {sizes}; {hint}.")
+    if not isinstance(cache, TNTCache):
+        if (filled_with := getattr(cache, "filled_with", None)) is None:
+            cache.filled_with = {name: fields[name] for name in FINGERPRINT}
+        elif different := [name for name in FINGERPRINT if filled_with[name] != fields[name]]:
+            name = different[0]
+            raise ValueError(
+                f"{name}: the cache was filled with {filled_with[name]!r}, the model has {fields[name]!r}; {hint}."
+            )
     for i in layout.layers:
         layer = cache.layers[i]
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
