@@ -70,14 +70,15 @@ def lora_config(model: nn.Module, **overrides: Any) -> LoraConfig:
 
     Args:
         model: injected (see [`inject`]) or a TNT model; in a `PeftModel`, for another adapter.
-        overrides: fields of `LoraConfig`. `target_modules` may be anything peft takes, what is inside the memory is
-            left out of it; `modules_to_save` is in addition to the memory.
+        overrides: fields of `LoraConfig`. `target_modules` may be anything peft takes; of what a name or pattern
+            matches, what is inside the memory is left out. `modules_to_save` is in addition to the memory.
 
     Returns:
         `LoraConfig`; an [`InjectedLoraConfig`] for an injected model.
 
     Raises:
-        ValueError: a model that is neither, an unknown field, or a value out of range.
+        ValueError: a model that is neither, an unknown field, a value out of range, or a target that is nowhere or in
+            the memory alone.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     targets, transposed = _targets(base)
@@ -95,9 +96,13 @@ def lora_config(model: nn.Module, **overrides: Any) -> LoraConfig:
     else:
         config = InjectedLoraConfig(**values, tnt_injection=copy.deepcopy(settings))
         config.host = base.config
+    wanted = values["target_modules"]
+    if inside := _only_inside(wanted, base):
+        reason = "is inside the memory, which is trained in full and gets no LoRA"
+        raise ValueError(f"target_modules={wanted!r}: {inside[0]!r} {reason}.")
     found = any(check_target_module_exists(config, name) for name, _ in base.named_modules())
-    if values["target_modules"] != ALL_LINEAR and not found:
-        raise ValueError(f"target_modules={values['target_modules']!r}: match no module of {type(base).__name__}.")
+    if wanted != ALL_LINEAR and not found:
+        raise ValueError(f"target_modules={wanted!r}: match no module of {type(base).__name__}.")
     return config
 
 
@@ -207,6 +212,17 @@ def _check_overrides(overrides: dict[str, Any]) -> None:
     check("lora_dropout", isinstance(dropout, (int, float)) and 0 <= dropout < 1, "a number in [0, 1)")
     saved = overrides.get("modules_to_save")
     check("modules_to_save", saved is None or isinstance(saved, (list, tuple)), "a list of module names")
+
+
+def _only_inside(targets: Any, base: nn.Module) -> list[str]:
+    """The targets that are in the memory and nowhere else, such as the names of its convolutions."""
+    names, inside = [name for name, _ in base.named_modules()], []
+    for target in [targets] if isinstance(targets, str) else targets or []:
+        pattern = target if isinstance(targets, str) else rf"(.*\.)?{re.escape(target)}"
+        places = [name for name in names if re.fullmatch(pattern, name)]
+        if places and all(f".{MEMORY}." in f"{place}." for place in places):
+            inside.append(target)
+    return inside
 
 
 def _reaches(targets: Any, base: nn.Module) -> bool:

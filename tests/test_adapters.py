@@ -508,6 +508,15 @@ def test_a_tnt_model_gets_lora_and_keeps_its_memory(gate, tmp_path):
     torch.testing.assert_close(logits(model.merge_and_unload()), logits(load_injected(tmp_path / "adapter")))
 
 
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "q_conv"], ["k_conv"], ["memory.v_proj", "v_proj"], r".*\.q_conv"], ids=str
+)
+def test_what_is_in_the_memory_alone_gets_no_lora_and_says_so(targets):
+    model = tiny_model(torch.float32)
+    with pytest.raises(ValueError, match=r"target_modules=.*_(conv|proj)' is inside the memory, which is trained in"):
+        lora_config(model, target_modules=targets)
+
+
 # --- the Hub --------------------------------------------------------------------------------------------------------
 
 PULL = """
