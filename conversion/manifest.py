@@ -1,8 +1,8 @@
 """The manifest of a converted checkpoint: where it comes from, how it was made, and a digest per file.
 
 `sha256` is the digest taken while converting, of every file whose bytes passed through our hands. The shards of a
-large source, linked or copied by the kernel, do not unless asked for. Their entry keeps size and time of last change,
-and the digest if the source knew one (the Hub's cache names its files by it). `add_digests` reads such files once.
+large source, linked or copied by the kernel, do not unless asked for. Their entry has the digest by which the Hub's
+cache names them and says so (`sha256_from`), or else size and time of last change until `add_digests` reads them.
 """
 
 import json
@@ -16,13 +16,15 @@ from tnt_hf.conversion.source import read_json
 
 MANIFEST = "tnt_manifest.json"
 FORMAT = 1
+TAKEN, HUB = "the one taken when it was converted", "the name in the Hub's cache"
 
 
-def file_entry(path: Path, how: str, digest: str | None) -> dict[str, Any]:
-    """How one file came here (`"written"`, `"copied"` or `"linked"`), its size (bytes) and what identifies it."""
+def file_entry(path: Path, how: str, digest: str | None, read: bool = True) -> dict[str, Any]:
+    """How one file came here (`"written"`, `"copied"` or `"linked"`), its size (bytes) and what identifies it. `read`
+    is whether the digest was taken from its bytes."""
     stat = path.stat()
     entry = {"how": how, "size": stat.st_size, "sha256": digest}
-    return entry | ({"mtime_ns": stat.st_mtime_ns} if digest is None else {})
+    return entry | ({"mtime_ns": stat.st_mtime_ns} if digest is None else {} if read else {"sha256_from": HUB})
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, Any]], conversion: dict[str, Any]) -> None:
@@ -85,17 +87,21 @@ def check_manifest(folder: str | os.PathLike) -> list[str]:
             if path.stat().st_mtime_ns != entry.get("mtime_ns"):
                 problems.append(f"{name}: changed after the conversion, which did not read it")
         elif sha256(path) != entry["sha256"]:
-            problems.append(f"{name}: its SHA-256 differs from the one taken when it was converted")
+            problems.append(f"{name}: its SHA-256 differs from {entry.get('sha256_from', TAKEN)}")
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     ignored = {MANIFEST, *(name for name in found if name.startswith("."))}
     return problems + [f"{name}: not in the manifest" for name in sorted(found - set(files) - ignored)]
 
 
+def without_digest(folder: str | os.PathLike) -> list[str]:
+    """The files whose SHA-256 nobody knows yet: only a change of their size or time is noticed."""
+    return [name for name, entry in read_manifest(folder)["files"].items() if entry.get("sha256") is None]
+
+
 def add_digests(folder: str | os.PathLike) -> list[str]:
     """Read the files that were linked or copied unread, note their SHA-256 in the manifest, and return their names."""
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    unread = [name for name, entry in manifest["files"].items() if entry.get("sha256") is None]
+    manifest, unread = read_manifest(folder), without_digest(folder)
     for name in unread:
         manifest["files"][name] = file_entry(folder / name, manifest["files"][name]["how"], sha256(folder / name))
     if unread:

@@ -29,7 +29,7 @@ from tnt_hf import TNTConfig, TNTForCausalLM, __version__
 from tnt_hf.costs_tnt import memory_state_bytes
 
 from .families import FAMILIES, read_source_config, tnt_config
-from .manifest import MANIFEST, check_manifest
+from .manifest import MANIFEST, check_manifest, without_digest
 from .memory_use import PeakMemory
 from .source import locate, read_json
 from .verify_branches import branches, opened, without_memory
@@ -173,13 +173,19 @@ def _dtype_of(config: TNTConfig) -> str:
     return str(config.dtype or "float32").removeprefix("torch.")
 
 
+def _check_manifest(out: Path) -> tuple[bool, dict]:
+    problems = check_manifest(out)
+    unread = [] if problems else without_digest(out)
+    return not problems, {"problems": problems} | ({"without_digest": unread} if unread else {})
+
+
 def _check_files(
     folder: Path, out: Path, source_config: PreTrainedConfig, config: TNTConfig | None, rows: Report
 ) -> str:
     """The checks that need no model. Returns what the memory is: closed, open or none."""
     promise = "every file is as the conversion left it"
     if (out / MANIFEST).exists():
-        rows.check("manifest", promise, lambda: (not (found := check_manifest(out)), {"problems": found}))
+        rows.check("manifest", promise, _check_manifest, out)
     else:
         rows.add("manifest", promise, NOT_APPLICABLE, reason=f"the folder has no {MANIFEST}; a trained one has none")
     rows.check("finite", "no weight is infinite or NaN", check_finite, out)

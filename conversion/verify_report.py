@@ -135,6 +135,8 @@ def _numbers(measured: dict[str, Any]) -> str:
         said.append(", ".join(measured["names"]))
     said += [f"{n}: {x['source']} in the source, {x['result']} here" for n, x in measured.get("different", {}).items()]
     said += measured.get("problems", [])[:SHOWN]
+    if unread := measured.get("without_digest"):
+        said.append(f"{len(unread)} by size and time alone: --record-digests takes the SHA-256")
     said += [f"{k.removesuffix('_keys')}: {', '.join(x[:SHOWN])}" for k, x in measured.items() if k.endswith("_keys")]
     if "promised" in measured:
         said.append(f"{measured['promised']:,} bytes")

@@ -47,6 +47,7 @@ class Writer:
         self.progress, self.say, self.begun = progress, say, begun
         self.how: dict[str, str] = {}
         self.digests: dict[str, Future | str | None] = {}
+        self.unread: set[str] = set()
 
     def weights(self, shards: list[Shard], index: dict[str, str], memory: list[NewTensor]) -> None:
         """
@@ -99,6 +100,8 @@ class Writer:
         elif linking:
             os.link(origin, path)
         self.how[shard.name] = "written" if origin is None else "linked" if linking else "copied"
+        if origin is not None and not self.check:
+            self.unread.add(shard.name)
         if self.how[shard.name] == "linked" and not self.check:
             self.digests[shard.name] = known_digest(origin)
         elif self.how[shard.name] == "copied" and not self.check:
@@ -168,4 +171,7 @@ class Writer:
 
     def entries(self) -> dict[str, dict[str, Any]]:
         """What the manifest says of every file."""
-        return {name: file_entry(self.folder / name, how, self.digests[name]) for name, how in self.how.items()}
+        return {
+            name: file_entry(self.folder / name, how, self.digests[name], name not in self.unread)
+            for name, how in self.how.items()
+        }

@@ -166,6 +166,34 @@ def test_a_shard_that_was_never_read_is_recognised_by_its_time(tmp_path, source,
 
 
 @pytest.mark.parametrize("link", ["link", "copy"])
+def test_a_shard_of_the_hubs_cache_has_its_digest_by_name(tmp_path, source, link):
+    """Unread, it is known by the name that the cache gave its content, and checked against it later."""
+    for folder in ("blobs", "snapshots"):
+        (tmp_path / "repository" / folder).mkdir(parents=True)
+    source = source.rename(tmp_path / "repository" / "snapshots" / "1")
+    shard = source / "model.safetensors"
+    digest = sha256(shard)
+    blob = shard.rename(tmp_path / "repository" / "blobs" / digest)
+    shard.symlink_to(blob)
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link=link, check=False)
+    name = next(result.glob("model-base-*")).name
+    entry = read_manifest(result)["files"][name]
+    assert entry["sha256"] == digest and entry["sha256_from"] == "the name in the Hub's cache"
+    assert check_manifest(result) == [] and add_digests(result) == []
+
+    read = convert_checkpoint(source, tmp_path / "read", progress=False, link=link, check=True)
+    assert "sha256_from" not in read_manifest(read)["files"][name]
+
+    shard.unlink()
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 1
+    shard.symlink_to(blob.rename(blob.with_name("0" * 64)))
+    blob.with_name("0" * 64).write_bytes(content)
+    damaged = convert_checkpoint(source, tmp_path / "damaged", progress=False, link=link, check=False)
+    assert check_manifest(damaged) == [f"{name}: its SHA-256 differs from the name in the Hub's cache"]
+
+
+@pytest.mark.parametrize("link", ["link", "copy"])
 @pytest.mark.parametrize("check, limit, read", [(None, 2**31, True), (None, 1000, False), (True, 1000, True)])
 def test_shards_are_read_by_default_up_to_a_size(tmp_path, source, monkeypatch, link, check, limit, read):
     monkeypatch.setattr("tnt_hf.conversion.convert.READ", limit)

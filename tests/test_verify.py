@@ -443,6 +443,17 @@ def test_the_report_reads_in_half_a_minute_and_loads_one_model_at_a_time(pair, t
     assert markdown.startswith(f"**{report['verdict']}**") and "| ok | parity |" in markdown
 
 
+def test_a_shard_without_a_digest_is_reported_until_it_is_recorded(pair, tmp_path, capsys):
+    output = convert(pair[0], tmp_path / "output", window=WINDOW, check=False)
+    parser, note = argparse.ArgumentParser(), "1 by size and time alone: --record-digests takes the SHA-256"
+    verify_command.add_arguments(parser)
+    options = parser.parse_args([str(pair[0]), str(output), "--tokens", str(TOKENS), "--record-digests"])
+    for said in (True, False):
+        assert verify_command.run(options) == 0
+        out = capsys.readouterr().out
+        assert (note in out) == said == ("digest recorded: model-base-00001" in out)
+
+
 def test_accounting_is_that_of_the_models(pair, report):
     model, source = TNTForCausalLM.from_pretrained(pair[1]), LlamaForCausalLM.from_pretrained(pair[0])
     found = report["accounting"]
