@@ -21,7 +21,7 @@ from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.convert_command import add_arguments, run
 from tnt_hf.conversion.files import sha256
 from tnt_hf.conversion.manifest import MANIFEST, add_digests, check_manifest, read_manifest
-from tnt_hf.recipes.benchmarks.conversion import main as benchmark
+from tnt_hf.recipes.benchmarks.bench import main as benchmark
 
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(90))]
@@ -333,10 +333,12 @@ def test_a_hub_id(tmp_path, source):
 
 
 def test_the_benchmark_runs_on_a_tiny_shape(tmp_path, capsys):
-    """What it measures on an 8B shape is committed; this is the script, with a process that links."""
-    out, folder = tmp_path / "report.json", tmp_path / "folder"
-    benchmark(["--shape", "tiny", "--stages", "cp,link", "--rounds", "1", "--folder", str(folder), "--out", str(out)])
-    report = json.loads(out.read_text())
-    assert 0 < report["imports_mib"] <= report["summary"]["link"]["anonymous_mib"]
-    assert report["summary"]["cp"]["seconds"]["median"] > 0
+    """What it measures on an 8B shape is committed; this is the suite, with a process that links."""
+    (folder := tmp_path / "folder").mkdir()
+    options = ["--shape", "tiny", "--stages", "cp", "link", "--rounds", "1", "--folder", str(folder)]
+    assert benchmark(["conversion", *options, "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "conversion.json").read_text())
+    (row,) = report["rows"].values()
+    assert 0 < row["imports_mib"] <= row["summary"]["link"]["anonymous_mib"]
+    assert row["summary"]["cp"]["seconds"]["median"] > 0
     assert {"commit", "versions", "cpu"} <= report["environment"].keys() and not list(folder.iterdir())

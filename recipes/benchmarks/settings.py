@@ -113,7 +113,7 @@ class ConversionSettings(Settings):
     rounds: int = _option(3, "in each of which all stages take one turn")
     shape: str = _option("8b", "8b or tiny")
     stages: tuple[str, ...] = _option(("cp", "copy", "link", "cast"), "which, in this order")
-    folder: Path | None = _option(None, "where there is room for three checkpoints, 48 GB for 8b")
+    folder: Path | None = _option(None, "where there is room for two checkpoints, 36 GB for 8b")
 
 
 @dataclass(frozen=True)
