@@ -162,6 +162,15 @@ def test_session_round_trip(changes, tmp_path):
     assert torch.equal(a, b)
 
 
+def test_a_session_remembers_that_it_holds_padding(tmp_path):
+    model = tiny_model()
+    ids, mask = left_padded([tokens(21), tokens(10)])
+    filled(model, ids, attention_mask=mask).save(tmp_path / "session.safetensors")
+    cache = TNTCache.load(tmp_path / "session.safetensors", model.config)
+    with pytest.raises(ValueError, match="some of the 21 tokens in past_key_values are padding"):
+        model(tokens(2, 1), past_key_values=cache)
+
+
 RESUME = """
 import sys, torch
 from transformers import AutoModelForCausalLM

@@ -218,6 +218,13 @@ def cropped_behind_our_back(model):
     return cache
 
 
+def grown_behind_our_back(model):
+    cache = model(tokens(1, 5), use_cache=True).past_key_values
+    for layer in cache.layers:
+        layer.keys, layer.values = (torch.cat([x, x[:, :, -1:]], 2) for x in (layer.keys, layer.values))
+    return cache
+
+
 BAD_CACHES = {
     "no Cache": (lambda model: [(torch.zeros(1), torch.zeros(1))], "list is no Cache"),
     "static": (lambda model: StaticCache(model.config, max_cache_len=16), "StaticCache keeps no memory state"),
@@ -227,7 +234,8 @@ BAD_CACHES = {
     "layers": (lambda model: DynamicCache(config=tiny_host("llama", num_hidden_layers=3).config), "has 3 layers"),
     "source": (filled_by_the_source, "holds 5 tokens, but no memory of them"),
     "other": (filled_by_another_injection, "another injection: weight=0.25, the model has 0.5"),
-    "changed": (cropped_behind_our_back, "holds 4 tokens, its memory has seen 5"),
+    "cropped": (cropped_behind_our_back, "holds 4 tokens, its memory has seen 5"),
+    "grown": (grown_behind_our_back, "holds 6 tokens, its memory has seen 5"),
 }
 
 
