@@ -183,11 +183,12 @@ def test_the_start_is_that_of_the_model_and_depends_on_the_seed_only(tmp_path):
     torch.testing.assert_close(taps, torch.tensor([0.0, 0, 0, 1]), rtol=0, atol=0.1)  # the newest token as it is
 
 
-def test_the_precision_of_the_memory(tmp_path):
-    _, result = convert(tmp_path, dtype=torch.bfloat16)
+@pytest.mark.parametrize("gate", ["add", "mix"])
+def test_the_precision_of_the_memory(tmp_path, gate):
+    _, result = convert(tmp_path, dtype=torch.bfloat16, memory_gate=gate)
     memory = load_file(result / "model-memory-00001-of-00001.safetensors")
     for name, tensor in memory.items():
-        wide = ".memories." in name or name.endswith("gate.scale")
+        wide = ".memories." in name or name.endswith(("gate.scale", "gate.weight"))
         assert tensor.dtype == (torch.float32 if wide else torch.bfloat16), name
 
 
