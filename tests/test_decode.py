@@ -278,3 +278,19 @@ def test_an_absent_token_leaves_the_projection_as_it_is():
     found, after = project_queries(q, k, **options)
     assert torch.equal(after[1:], M[1:]) and not found[1:].any()
     assert found[0].any() and not torch.equal(after[0], M[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"memory_value_norm": False}], ids=["unit values", "raw values"])
+@torch.no_grad()
+def test_decoded_tokens_are_as_surprising_as_read_ones(changes):
+    """Those that are absent, in the middle of one row, are not."""
+    model, ids, mask = tiny_model(**changes), tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[1, 14:16] = 0
+    expected, cache = model(ids, attention_mask=mask, use_cache=False, output_surprise=True), TNTCache(model.config)
+    for t in range(20):
+        step = {"attention_mask": mask[:, : t + 1], "past_key_values": cache, "output_surprise": True}
+        found, present = model(ids[:, t, None], **step), mask[:, t].bool()
+        torch.testing.assert_close(found.logits[present, 0], expected.logits[present, t], atol=1e-9, rtol=0)
+        for a, b in zip(found.surprise, expected.surprise, strict=True):
+            torch.testing.assert_close(a[:, 0], b[:, t], atol=1e-9, rtol=0)
+            assert not a[~present].any()

@@ -118,6 +118,14 @@ def test_pretrain_learns_everything_and_saves_what_it_learnt(stage1, folder):
     assert record["settings"]["training"]["learning_rate"] == 0.01
 
 
+def test_each_kind_of_parameter_has_its_rate(folder):
+    rates = "--memory_learning_rate 2e-3 --gate_learning_rate 3e-3"
+    arguments = f"--output_dir rates --dataset_name text --model tnt --max_steps 1 {COMMON} {NEW} {MEMORY} {rates}"
+    _, trainer, _ = prepare(arguments.split())
+    found = {group["kind"]: group["lr"] for group in trainer.groups}
+    assert found == {"gate": 3e-3, "projection": 2e-3, "memory": 2e-3, "base": 1e-2}
+
+
 def test_stage2_moves_only_local_memories_to_other_chunks(stage1):
     losses, trainer = run(
         "stage2", "--mode stage2 --model stage1 --trainable local_memories --local_chunk_sizes 1 2",
@@ -202,6 +210,7 @@ def test_the_teacher_of_a_converted_folder_is_its_own_base_with_full_attention(t
     source = LlamaForCausalLM.from_pretrained("teacher")
     assert not trainer.teacher.training and not any(p.requires_grad for p in trainer.teacher.parameters())
     assert torch.equal(logits(trainer.teacher), logits(source))
+    assert trainer.teacher.config.memory_layer_indices == []  # it would be open after a training
     assert not torch.equal(logits(trainer.model), logits(source))  # it has a window
 
 

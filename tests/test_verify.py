@@ -4,10 +4,12 @@ import argparse
 import gc
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -26,7 +28,7 @@ from tnt_hf import TNTForCausalLM, branch_tnt, modeling_tnt, state_tnt
 from tnt_hf.conversion import convert_checkpoint, verify, verify_command, verify_conversion
 from tnt_hf.conversion.memory_use import PeakMemory
 from tnt_hf.conversion.verify_branches import opened
-from tnt_hf.conversion.verify_measures import ROUNDING, difference, forward, rounding
+from tnt_hf.conversion.verify_measures import ROUNDING, difference, forward, next_token_loss, rounding
 from tnt_hf.conversion.verify_probe import probe_ids
 from tnt_hf.conversion.verify_report import as_markdown, as_text
 from tnt_hf.conversion.verify_structure import check_decode, splits
@@ -529,6 +531,11 @@ def test_difference_by_hand():
     assert found.kl == pytest.approx((p * (p / q).log()).sum(-1).mean().item())
     same = difference(want, want.clone())
     assert same.bitwise and same.max_abs == same.kl == same.worst_token == 0 and same.top1 == 1
+    assert not difference(want * (1 + 1e-7), want).bitwise and not difference(want.double(), want).bitwise
+    assert same.within(1e-3) and not replace(same, worst_token=2e-3).within(1e-3)
+    assert replace(same, tie=3e-3).within(1e-3) and not replace(same, tie=5e-3).within(1e-3), "another token is chosen"
+    logits, ids = torch.randn(1, 70, 9), torch.randint(9, (1, 70))
+    assert next_token_loss(logits, ids) == pytest.approx(F.cross_entropy(logits[0, :-1], ids[0, 1:]).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
