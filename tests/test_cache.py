@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 from tnt_hf import TNTCache, memory_state_bytes
 from tnt_hf.cache_tnt import FINGERPRINT
 from tnt_hf.costs_tnt import memory_state_shapes
+from tnt_hf.state_tnt import StateLayout
 
 
 modes = pytest.mark.parametrize("changes", MODES.values(), ids=MODES.keys())
@@ -132,6 +133,26 @@ def test_the_state_is_never_the_trained_w_init():
     go_on(model, cache, tokens(1, 9, seed=2))
     for name, x in model.state_dict().items():
         assert torch.equal(x, before[name]), name
+
+
+LAYOUTS = {
+    "num_hidden_layers": 3,
+    "memory_layers": [1],
+    "global_chunk_size": 4,
+    "local_chunk_sizes": [1, 4],
+    "local_reset_interval": 8,
+    "global_read": "current",
+    "qk_projection": "none",
+    "memory_depth": 1,
+    "memory_momentum": True,
+}
+
+
+@pytest.mark.parametrize("field", LAYOUTS)
+def test_models_in_one_process_have_their_own_layouts(field):
+    StateLayout.of(tiny_config())
+    other = tiny_config(**{field: LAYOUTS[field]})
+    assert StateLayout.of(other) == StateLayout._made(other) != StateLayout.of(tiny_config())
 
 
 def test_a_row_that_sits_out_a_call_keeps_its_state():
