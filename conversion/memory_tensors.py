@@ -75,7 +75,7 @@ class InitialValues:
         generator = torch.Generator().manual_seed(self.first_seed + list(self.shapes).index(name))
 
         def normal(scale: float) -> Tensor:
-            return torch.randn(shape, generator=generator) * scale
+            return torch.randn(shape, generator=generator).mul_(scale)
 
         if isinstance(module, TNTInitialWeights):
             last = int(leaf) == len(module) - 1
@@ -87,7 +87,7 @@ class InitialValues:
         if isinstance(module, TNTCausalConv):
             newest = torch.zeros(shape)
             newest[..., -1] = 1
-            return newest + normal(std)
+            return newest.add_(normal(std))
         if isinstance(module, TNTMemoryGate):
             return torch.full(shape, float(module.start))
         if isinstance(module, TNTRMSNorm) or leaf == "norm_weight":

@@ -95,13 +95,12 @@ def cast(block: memoryview, old: str, new: str) -> bytearray:
     return result
 
 
-def to_bytes(value: Tensor, tensor: NewTensor) -> bytearray:
-    """The bytes of a tensor of our own making. Raises ValueError if it is not what was announced."""
+def to_bytes(value: Tensor, tensor: NewTensor) -> memoryview:
+    """The bytes of a tensor of our own making, not copied where its dtype is right. Raises ValueError if it is not what
+    was announced."""
     if tuple(value.shape) != tensor.shape:
         raise ValueError(f"{tensor.name}: has shape {list(value.shape)}, announced was {list(tensor.shape)}")
-    result = bytearray(tensor.nbytes)
-    torch.frombuffer(result, dtype=TORCH[tensor.dtype]).copy_(value.detach().reshape(-1))
-    return result
+    return memoryview(value.detach().to(TORCH[tensor.dtype]).reshape(-1).view(torch.uint8).numpy())
 
 
 def blocks(tensor: StoredTensor, buffer: bytearray) -> Iterable[memoryview]:
