@@ -32,7 +32,7 @@ from tnt_hf.recipes.benchmarks.miniature_report import mean_and_std, plus_minus
 from tnt_hf.recipes.corpus import read_corpus
 from tnt_hf.recipes.demo_conversion import MEMORY, ConversionData, ConversionPlan, measured_on, train_source
 from tnt_hf.recipes.demo_jobs import losses_by_position, shuffled
-from tnt_hf.recipes.distillation import DistillationTrainer, with_lora
+from tnt_hf.recipes.distillation import RATES, DistillationTrainer, with_lora
 from tnt_hf.recipes.pictures import finish
 from tnt_hf.recipes.training import train_in_order
 
@@ -43,6 +43,7 @@ SETTINGS = (*SETTINGS, "lora_rank", "held_out_windows")
 SOURCE, WINDOW, LORA, TNT, LIZA = "source", "window only", "window + LoRA", "TNT hybrid", "LiZA hybrid"
 STUDENTS = (LORA, TNT, LIZA)
 SOURCE_SEED = 0
+LORA_RATE = 2e-3  # of every student; the demo has since found a better one
 ROWS = (SOURCE, WINDOW, LORA, TNT, LIZA)
 CONVERTED = {LORA: {"memory_layers": []}, TNT: MEMORY}  # what the conversion is told
 # TPTT's published settings: the delta rule without parameters of its own, mixed in up to a half.
@@ -86,7 +87,8 @@ def train_student(name: str, plan: ConversionPlan, source: Path, rows, held_out,
     schedule = [LiZACallback(**MAG_SCHEDULE)] if name == LIZA else []
 
     def trainer(*arguments, callbacks, **keywords):
-        return DistillationTrainer(*arguments, teacher=teacher, callbacks=[*callbacks, *schedule], **keywords)
+        keywords |= {"teacher": teacher, "callbacks": [*callbacks, *schedule], "rates": RATES | {"lora": LORA_RATE}}
+        return DistillationTrainer(*arguments, **keywords)
 
     samples = [{"input_ids": row, "labels": row} for row in rows]
     settings = {"warmup_steps": max(1, min(10, plan.steps // 10)), "weight_decay": 0.0, "bf16": True}
