@@ -96,8 +96,8 @@ def cast(block: memoryview, old: str, new: str) -> bytearray:
 
 
 def to_bytes(value: Tensor, tensor: NewTensor) -> memoryview:
-    """The bytes of a tensor of our own making, not copied where its dtype is right. Raises ValueError if it is not what
-    was announced."""
+    """The bytes of a tensor of our own making, not copied where its dtype is right. Raises ValueError if it is not
+    what was announced."""
     if tuple(value.shape) != tensor.shape:
         raise ValueError(f"{tensor.name}: has shape {list(value.shape)}, announced was {list(tensor.shape)}")
     return memoryview(value.detach().to(TORCH[tensor.dtype]).reshape(-1).view(torch.uint8).numpy())
