@@ -20,7 +20,8 @@ def environment(packages: tuple[str, ...] = ()) -> dict:
     """
     import torch  # here, as programs that only print their help import this file
 
-    status = _git("status", "--porcelain")
+    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)  # else the repository is somebody else's
+    status = tracked and _git("status", "--porcelain")
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -29,7 +30,7 @@ def environment(packages: tuple[str, ...] = ()) -> dict:
         "platform": platform.system(),
         "python": platform.python_version(),
         "versions": {name: found for name in (*PACKAGES, *packages) if (found := _version(name))},
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": tracked and _git("rev-parse", "HEAD"),
         "uncommitted_changes": None if status is None else bool(status),
         "source_sha256": _source_digest(),
     }
