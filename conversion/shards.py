@@ -75,7 +75,7 @@ def write_shard(path: Path, tensors: list[NewTensor], advance: Callable[[int], o
         for tensor in tensors:
             origin = tensor.origin
             if not isinstance(origin, StoredTensor):
-                write_all(file, to_bytes(origin(), tensor))
+                write_all(file, to_bytes(by_one_thread(origin), tensor))
                 advance(tensor.nbytes)
             elif origin.dtype == tensor.dtype:
                 with origin.path.open("rb", buffering=0) as old:
@@ -84,6 +84,16 @@ def write_shard(path: Path, tensors: list[NewTensor], advance: Callable[[int], o
                 for block in blocks(origin, bytearray(min(CHUNK, origin.nbytes))):
                     write_all(file, converted := cast(block, origin.dtype, tensor.dtype))
                     advance(len(converted))
+
+
+def by_one_thread(make: Callable[[], Tensor]) -> Tensor:
+    """What `make` returns, without the memory that torch's other threads would bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return make()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def cast(block: memoryview, old: str, new: str) -> bytearray:
