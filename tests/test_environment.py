@@ -22,6 +22,7 @@ def test_the_commit_is_that_of_this_code(tmp_path, tracked):
         pytest.skip("there is no git")
     copy = shutil.copy(original.__file__, tmp_path / "environment.py")
     git("init", "-q")
+    (tmp_path / ".git" / "info" / "exclude").write_text("__pycache__\n")
     git("add", *(["environment.py"] if tracked else []))
     git("commit", "-q", "--allow-empty", "-m", "one")
     spec = importlib.util.spec_from_file_location("environment_copy", copy)
