@@ -207,6 +207,7 @@ def on_ranks(folder: Path, output: Path) -> None:
         resume = output / name / "checkpoint-3"
         seen[f"{name}, resumed"] = train(build(folder, **data), output / name, resume=resume, **settings).seen
     (output / f"rank{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()  # left open, its threads can abort the process as it exits
 
 
 @pytest.mark.slow
