@@ -87,9 +87,8 @@ def lora_config(model: nn.Module, **overrides: Any) -> LoraConfig:
     values |= {"fan_in_fan_out": transposed, **overrides}
     memories = [name for name, _ in base.named_modules() if name.endswith(f".{MEMORY}")]
     if memories:
+        # what is saved in full gets no LoRA from peft, whatever the targets say
         values["modules_to_save"] = [MEMORY, *(x for x in values.get("modules_to_save") or [] if x != MEMORY)]
-    if "exclude_modules" not in overrides and _reaches(values["target_modules"], base):
-        values["exclude_modules"] = rf".*\.{MEMORY}\..*"
     settings = getattr(base.config, "tnt_injection", None)
     if settings is None:
         config = LoraConfig(**values)
@@ -223,14 +222,6 @@ def _only_inside(targets: Any, base: nn.Module) -> list[str]:
         if places and all(f".{MEMORY}." in f"{place}." for place in places):
             inside.append(target)
     return inside
-
-
-def _reaches(targets: Any, base: nn.Module) -> bool:
-    """Whether peft would put LoRA inside a memory."""
-    inside = [name for name, module in base.named_modules() if f".{MEMORY}." in name and not list(module.children())]
-    if isinstance(targets, str):
-        return any(targets == ALL_LINEAR or re.fullmatch(targets, name) for name in inside)
-    return any(name.endswith(f".{target}") for name in inside for target in targets or [])
 
 
 __all__ = ["InjectedLoraConfig", "get_tptt_model", "load_injected", "lora_config", "without_adapters"]
