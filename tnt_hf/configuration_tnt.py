@@ -335,7 +335,8 @@ class TNTConfig(PreTrainedConfig):
             self._fail("local_reset_interval", f"needs one entry for each of {count} local memories")
         kinds = {self.layer_types[i] for i in self.memory_layer_indices}
         window = 0 if self.variant == "lmm" else self.sliding_window if "hybrid_sliding" in kinds else math.inf
-        for _, C, S, *_ in (spec for spec in self.memory_specs if spec.name == "local"):
+        for spec in (spec for spec in self.memory_specs if spec.name == "local"):
+            C, S = spec.chunk_size, spec.reset_interval
             if S is not None and S % C:
                 self._fail("local_chunk_sizes", f"{C} must divide local_reset_interval={S}")
             seen = self.global_read == "current" or window >= (C_G or 0)
@@ -348,9 +349,8 @@ class TNTConfig(PreTrainedConfig):
     @property
     def memory_layer_indices(self) -> list[int]:
         """Layers that carry memory, ascending."""
-        if not self.memory_specs:
-            return []
-        return sorted(range(self.num_hidden_layers) if self.memory_layers is None else self.memory_layers)
+        layers = range(self.num_hidden_layers) if self.memory_layers is None else self.memory_layers
+        return sorted(layers) if self.memory_specs else []
 
     @property
     def memory_specs(self) -> list[MemorySpec]:
