@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .denormals_tnt import without_denormals
+
 
 class Coef(NamedTuple):
     """The dual form's scalars for P chunks. `c` `[P, Cr, C]`, `A`, `D` `[P, Cr]` with Cr = C rows (read "current") or
@@ -89,6 +91,7 @@ class _AllRows(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @without_denormals
     def backward(ctx, dc, dA, dD, ds_end, dm_end):
         theta, mu, keep, present = ctx.saved_tensors
         c, N = _rows(theta, mu, keep, present)

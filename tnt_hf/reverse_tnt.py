@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .block_tnt import Backward, BlockBackward, Running
 from .coefficients_tnt import Coef
+from .denormals_tnt import without_denormals
 from .network_tnt import inner_offset
 from .rebuild_tnt import rebuild
 from .scan_tnt import Ends, Plan, Tape, blank_tape, blocks, cut, scan, whole, write_chunk
@@ -65,6 +66,7 @@ class ChunkScan(torch.autograd.Function):
             return None, None, *_gradients(ctx, d_o, d_final)
 
 
+@without_denormals
 def _gradients(ctx, d_o, d_final):
     """Of all that `ChunkScan` was given but the plan and the depth."""
     plan, L = ctx.plan, ctx.depth
