@@ -24,22 +24,25 @@ PACKAGES = {
     "tnt_hf.model_cards": ROOT / "model_cards",
 }
 
-# Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, grid,
-# coefficients, network, scan, block, reverse, projection and step belong to memory_tnt (torch only), kernels_*_tnt to
-# kernels_tnt, costs to configuration_tnt, branch, features, convolution and masks to modeling_tnt, state to cache_tnt.
+# Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, denormals,
+# grid, coefficients, network, scan, block, reverse, projection and step belong to memory_tnt (torch only),
+# kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, features, convolution and masks to modeling_tnt,
+# state to cache_tnt.
 ARROWS = {
     "configuration_tnt": set(),
     "costs_tnt": {"configuration_tnt"},
     "network_tnt": set(),
-    "coefficients_tnt": set(),
+    "denormals_tnt": set(),
+    "coefficients_tnt": {"denormals_tnt"},
     "grid_tnt": set(),
     "scan_tnt": {"network_tnt", "coefficients_tnt"},
     "rebuild_tnt": {"network_tnt", "coefficients_tnt", "scan_tnt"},
     "block_tnt": {"network_tnt", "coefficients_tnt", "scan_tnt", "rebuild_tnt"},
-    "reverse_tnt": {"network_tnt", "coefficients_tnt", "scan_tnt", "rebuild_tnt", "block_tnt"},
+    "reverse_tnt": {"denormals_tnt", "network_tnt", "coefficients_tnt", "scan_tnt", "rebuild_tnt", "block_tnt"},
     "inputs_tnt": set(),
     "step_tnt": {"network_tnt"},
     "kernels_parts_tnt": set(),
+    "kernels_choice_tnt": {"kernels_parts_tnt"},
     "kernels_local_tnt": {"kernels_parts_tnt"},
     "kernels_local_reverse_tnt": {"kernels_local_tnt", "kernels_parts_tnt"},
     "kernels_tnt": {
@@ -50,7 +53,7 @@ ARROWS = {
         "kernels_local_reverse_tnt",
         "kernels_global_tnt",
     },
-    "projection_tnt": {"grid_tnt", "inputs_tnt", "kernels_tnt", "kernels_projection_tnt"},
+    "projection_tnt": {"grid_tnt", "inputs_tnt", "kernels_choice_tnt", "kernels_projection_tnt"},
     "kernels_projection_tnt": {"kernels_parts_tnt"},
     "kernels_chunk_tnt": {"kernels_parts_tnt"},
     "kernels_global_tnt": {"kernels_parts_tnt", "kernels_chunk_tnt"},
@@ -60,10 +63,12 @@ ARROWS = {
         "inputs_tnt",
         "network_tnt",
         "coefficients_tnt",
+        "denormals_tnt",
         "grid_tnt",
         "scan_tnt",
         "reverse_tnt",
         "projection_tnt",
+        "kernels_choice_tnt",
         "kernels_tnt",
     },
     "state_tnt": {"configuration_tnt", "step_tnt"},
@@ -75,7 +80,7 @@ ARROWS = {
         "features_tnt",
         "gate_tnt",
         "configuration_tnt",
-        "kernels_tnt",
+        "kernels_choice_tnt",
         "kernels_decode_tnt",
         "memory_tnt",
         "network_tnt",
@@ -173,7 +178,7 @@ def test_no_docstring_looks_like_a_relative_import(path):
     assert matched == real
 
 
-@named([path for path in TRAVELLING if path.stem not in ("configuration_tnt", "costs_tnt")])
+@named([path for path in TRAVELLING if path.stem not in ("configuration_tnt", "costs_tnt", "denormals_tnt")])
 def test_tensor_code_explains_its_axes(path):
     assert "Axis legend" in (ast.get_docstring(tree(path)) or "")
 

@@ -8,7 +8,7 @@ import torch
 from test_memory import make_inputs
 from tiny import tiny_model
 
-from tnt_hf.kernels_tnt import choose, unsupported_projection, unsupported_scan, unsupported_step
+from tnt_hf.kernels_choice_tnt import choose, unsupported_projection, unsupported_scan, unsupported_step
 from tnt_hf.memory_tnt import memory_chunkwise
 
 

@@ -11,7 +11,7 @@ import torch
 from interpreter import run_cases
 from test_memory import assert_same, everything, leaves, make_inputs, run
 
-from tnt_hf.kernels_tnt import choose, unsupported_scan
+from tnt_hf.kernels_choice_tnt import choose, unsupported_scan
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 
 

@@ -6,7 +6,7 @@ from interpreter import run_cases
 from test_memory import assert_same, make_inputs
 from tiny import tiny_model
 
-from tnt_hf import branch_tnt
+from tnt_hf import kernels_decode_tnt
 from tnt_hf.kernels_global_tnt import TritonGlobal
 from tnt_hf.kernels_projection_tnt import TritonProjection
 from tnt_hf.kernels_tnt import TritonScan
@@ -86,7 +86,8 @@ def case_each_kernel_is_used(monkeypatch):
         kernel = getattr(holder, name)
         monkeypatch.setattr(holder, name, lambda *args: used.add((holder, name)) or kernel(*args))
 
-    kernels = [(scan, "apply") for scan in (TritonGlobal, TritonScan, TritonProjection)] + [(branch_tnt, "token_step")]
+    kernels = [(scan, "apply") for scan in (TritonGlobal, TritonScan, TritonProjection)]
+    kernels.append((kernels_decode_tnt, "token_step"))
     for kernel in kernels:
         follow(*kernel)
     model = tiny_model(torch.float32, **SHAPE, memory_implementation="triton")

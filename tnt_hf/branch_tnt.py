@@ -23,8 +23,7 @@ from .configuration_tnt import MemorySpec, TNTConfig
 from .convolution_tnt import TNTCausalConv, convolve
 from .features_tnt import quadratic
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm, wide
-from .kernels_decode_tnt import token_step
-from .kernels_tnt import choose, unsupported_projection, unsupported_scan, unsupported_step
+from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan, unsupported_step
 from .memory_tnt import MemoryState, memory_chunkwise
 from .network_tnt import Net
 from .projection_tnt import project_queries, unit_vectors
@@ -152,6 +151,8 @@ class TNTMemoryUnit(nn.Module):
         gates = self.gates(hidden_states, lr_scale, q.dtype)
         tokens = options, q, k, v, *gates, present
         if choose(FIELD, self.implementation, q.device, unsupported_step, q.dtype, init) == "triton":
+            from .kernels_decode_tnt import token_step
+
             return token_step(state, init, net, *tokens)
         return memory_step(state, init, net, *tokens, clock)
 

@@ -1,4 +1,4 @@
-"""The Triton route of a memory: what it can run, and `scan_tnt.scan` with its backward as kernels.
+"""The Triton route of a memory: `scan_tnt.scan` with its backward as kernels.
 
 Axis legend
     C tokens per chunk   ROWS tokens per block, R blocks per chunk   G query heads per memory head   K key width
@@ -8,10 +8,8 @@ Reads "current" run here, by `kernels_local_tnt` and its backward, reads at the 
 Travels with every pushed checkpoint.
 """
 
-import logging
 import math
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,81 +19,11 @@ from .coefficients_tnt import Coef, chunk_coefficients
 from .kernels_global_tnt import TritonGlobal
 from .kernels_local_reverse_tnt import reverse_kernel
 from .kernels_local_tnt import forward_kernel
-from .kernels_parts_tnt import WIDTHS, shared_memory, tl, unavailable
+from .kernels_parts_tnt import shared_memory, tl
 from .scan_tnt import Plan
 
 
 BLOCK_TOKENS = 32  # of a tile: a longer chunk runs as several blocks with one W_xi. 64 spills ten times as much
-STATE_FLOATS = 2 * 64 * 256  # of W: what does not stay in registers is spilled, and beyond this does not compile
-
-
-@cache
-def _report(field: str, reason: str) -> None:
-    logging.getLogger(__name__).warning("%s='auto' runs 'chunk' on CUDA: %s.", field, reason)
-
-
-def choose(field: str, value: str, device: torch.device, unsupported: Callable[..., str | None], *operands) -> str:
-    """The implementation that `value` of `field` stands for: "auto" is "triton" on CUDA where that can run, else
-    "chunk" (on CUDA it says why, once). `unsupported(device, *operands)` is one of those below.
-
-    Raises:
-        ValueError: "triton" where it cannot run, with the reason.
-    """
-    if value not in ("auto", "triton") or (value == "auto" and device.type != "cuda"):
-        return "chunk" if value == "auto" else value
-    reason = unsupported(device, *operands)
-    if reason is None:
-        return "triton"
-    if value == "triton":
-        raise ValueError(f"{field}='triton' cannot run here: {reason}; use 'auto' or 'chunk'")
-    _report(field, reason)
-    return "chunk"
-
-
-def unsupported_scan(
-    device: torch.device, dtype: torch.dtype, read: str, weights: list[Tensor], operands: torch.dtype
-) -> str | None:
-    """Why the kernels cannot run a memory, or `None` if they can: on `device`, with state and arithmetic in `dtype`,
-    for a read, weights `[H, d_in, d_out]` and q, k and v of type `operands`."""
-    if reason := unsupported_step(device, dtype, weights):
-        return reason
-    floats, room = sum(w.shape[1] * w.shape[2] for w in weights), shared_memory(device)
-    if read == "current":
-        if floats > STATE_FLOATS:
-            return f"a head's weights are {floats} numbers, and the kernels hold {STATE_FLOATS}"
-        need = 4 * floats
-    else:
-        if any(n not in WIDTHS for w in weights for n in w.shape[1:]):
-            found = [tuple(w.shape[1:]) for w in weights]
-            return f"a memory that reads at its chunk's start has weights of {found}, and the kernels widths {WIDTHS}"
-        # measured at head widths 64 and 128: weights, gradients and those of a momentum, and some of them transposed
-        need = 7 * operands.itemsize * floats + 2304
-    return f"a head's weights take {need} bytes, and a program has {room} on this GPU" if need > room else None
-
-
-def unsupported_step(device: torch.device, dtype: torch.dtype, weights: list[Tensor]) -> str | None:
-    """The same for one token of any memory."""
-    widths = [weights[0].shape[1], *(w.shape[2] for w in weights)]
-    if reason := unavailable(device):
-        return reason
-    if dtype != torch.float32:
-        return f"the state would be {dtype}, and the kernels have float32"
-    if len(weights) > 2:
-        return f"the memory network has {len(weights)} layers, and the kernels 1 or 2"
-    if any(n < 16 or n & (n - 1) for n in widths):
-        return f"the memory network has widths {widths}, and the kernels powers of two from 16"
-    return None
-
-
-def unsupported_projection(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """The same for the Q-K projection of keys of `width`, computed in `dtype`."""
-    if reason := unavailable(device):
-        return reason
-    if dtype != torch.float32:
-        return f"the projection would be {dtype}, and the kernels have float32"
-    if width not in WIDTHS:
-        return f"keys have the width {width}, and the kernels one of {WIDTHS}"
-    return None
 
 
 class Shape(NamedTuple):

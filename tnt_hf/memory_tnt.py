@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from .coefficients_tnt import chunk_coefficients
+from .denormals_tnt import without_denormals
 from .grid_tnt import alike_documents, dense_grid, ragged_grid, rows_of
 from .inputs_tnt import check_bound, check_flag, check_inputs, check_positive
-from .kernels_tnt import choose, triton_scan, unsupported_projection, unsupported_scan
+from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan
 from .network_tnt import Net
 from .projection_tnt import project_queries
 from .reverse_tnt import ChunkScan
@@ -259,6 +260,7 @@ def memory_chunkwise(
 
 
 @torch.compiler.disable
+@without_denormals
 def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_ids, state):
     C, interval, kind = options["chunk_size"], options["reset_interval"], options["query_projection"]
     M = state and state.projection
@@ -314,6 +316,8 @@ def _run_rows(q, k, v, lr, init, net, options, momentum, decay, mask, segment_id
     x = programs(q.unflatten(2, (H, -1))).flatten(1, 2)
 
     if options["triton"]:
+        from .kernels_tnt import triton_scan
+
         kv, scalars = (programs(k), programs(v)), (theta, mu, keep, present)
         o, loss, *final = triton_scan(plan, x, *kv, scalars, ln, target, xi, W, S)
         return _ungrid(grid, H, C, o, loss, final, M, options)

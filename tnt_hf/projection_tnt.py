@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .grid_tnt import dense_grid, ragged_grid, rows_of
 from .inputs_tnt import check_flag, check_positive, check_projection_state, check_rows, check_tensor
-from .kernels_projection_tnt import TritonProjection
-from .kernels_tnt import choose, unsupported_projection
+from .kernels_choice_tnt import choose, unsupported_projection
 
 
 IMPLEMENTATIONS = ("chunk", "triton", "auto")
@@ -145,7 +144,10 @@ def project_queries(
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     dtype = torch.promote_types(q.dtype, torch.float32)
     how = choose("implementation", implementation, q.device, unsupported_projection, dtype, q.shape[3])
-    projection = TritonProjection if how == "triton" else _RunningProjection
+    if how == "triton":
+        from .kernels_projection_tnt import TritonProjection as projection
+    else:
+        projection = _RunningProjection
     rest = dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state
     with torch.autocast(q.device.type, enabled=False):
         if q.shape[1] == 1 and initial_state is not None and segment_ids is None:
@@ -178,7 +180,7 @@ def _project_many(projection, q, k, dtype, interval, normalize, mask, segment_id
     else:
         grid = ragged_grid(*rows_of(q, mask, segment_ids, time), C, interval, align=False)
     # the interpreter is wrong for bfloat16
-    operand = q.dtype if projection is TritonProjection and q.is_cuda else dtype
+    operand = q.dtype if projection is not _RunningProjection and q.is_cuda else dtype
     x = grid.gather(q.to(operand).unflatten(2, (H, -1))).flatten(0, 1).flatten(1, 2)
     u = unit_vectors(grid.gather(k).to(dtype)).flatten(0, 1).to(operand)
     M = grid.rowwise(x.new_zeros(H, K, K, dtype=dtype), M)

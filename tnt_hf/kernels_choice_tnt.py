@@ -1,0 +1,88 @@
+"""Whether a memory runs in Triton: what the kernels can do, and what "auto" stands for.
+
+Axis legend
+    H memory heads   d_in, d_out widths of a layer of the memory network
+
+No kernel is imported here: whoever has chosen them does that. Travels with every pushed checkpoint.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .kernels_parts_tnt import WIDTHS, shared_memory, unavailable
+
+
+STATE_FLOATS = 2 * 64 * 256  # of W: what does not stay in registers is spilled, and beyond this does not compile
+
+
+@cache
+def _report(field: str, reason: str) -> None:
+    logging.getLogger(__name__).warning("%s='auto' runs 'chunk' on CUDA: %s.", field, reason)
+
+
+def choose(field: str, value: str, device: torch.device, unsupported: Callable[..., str | None], *operands) -> str:
+    """The implementation that `value` of `field` stands for: "auto" is "triton" on CUDA where that can run, else
+    "chunk" (on CUDA it says why, once). `unsupported(device, *operands)` is one of those below.
+
+    Raises:
+        ValueError: "triton" where it cannot run, with the reason.
+    """
+    if value not in ("auto", "triton") or (value == "auto" and device.type != "cuda"):
+        return "chunk" if value == "auto" else value
+    reason = unsupported(device, *operands)
+    if reason is None:
+        return "triton"
+    if value == "triton":
+        raise ValueError(f"{field}='triton' cannot run here: {reason}; use 'auto' or 'chunk'")
+    _report(field, reason)
+    return "chunk"
+
+
+def unsupported_scan(
+    device: torch.device, dtype: torch.dtype, read: str, weights: list[Tensor], operands: torch.dtype
+) -> str | None:
+    """Why the kernels cannot run a memory, or `None` if they can: on `device`, with state and arithmetic in `dtype`,
+    for a read, weights `[H, d_in, d_out]` and q, k and v of type `operands`."""
+    if reason := unsupported_step(device, dtype, weights):
+        return reason
+    floats, room = sum(w.shape[1] * w.shape[2] for w in weights), shared_memory(device)
+    if read == "current":
+        if floats > STATE_FLOATS:
+            return f"a head's weights are {floats} numbers, and the kernels hold {STATE_FLOATS}"
+        need = 4 * floats
+    else:
+        if any(n not in WIDTHS for w in weights for n in w.shape[1:]):
+            found = [tuple(w.shape[1:]) for w in weights]
+            return f"a memory that reads at its chunk's start has weights of {found}, and the kernels widths {WIDTHS}"
+        # measured at head widths 64 and 128: weights, gradients and those of a momentum, and some of them transposed
+        need = 7 * operands.itemsize * floats + 2304
+    return f"a head's weights take {need} bytes, and a program has {room} on this GPU" if need > room else None
+
+
+def unsupported_step(device: torch.device, dtype: torch.dtype, weights: list[Tensor]) -> str | None:
+    """The same for one token of any memory."""
+    widths = [weights[0].shape[1], *(w.shape[2] for w in weights)]
+    if reason := unavailable(device):
+        return reason
+    if dtype != torch.float32:
+        return f"the state would be {dtype}, and the kernels have float32"
+    if len(weights) > 2:
+        return f"the memory network has {len(weights)} layers, and the kernels 1 or 2"
+    if any(n < 16 or n & (n - 1) for n in widths):
+        return f"the memory network has widths {widths}, and the kernels powers of two from 16"
+    return None
+
+
+def unsupported_projection(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """The same for the Q-K projection of keys of `width`, computed in `dtype`."""
+    if reason := unavailable(device):
+        return reason
+    if dtype != torch.float32:
+        return f"the projection would be {dtype}, and the kernels have float32"
+    if width not in WIDTHS:
+        return f"keys have the width {width}, and the kernels one of {WIDTHS}"
+    return None
