@@ -194,6 +194,7 @@ def test_one_token_has_the_mask_that_the_library_makes():
             model(step, past_key_values=cache)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
 def test_one_token_after_a_compiled_padded_prompt():

@@ -405,7 +405,7 @@ def test_state_and_weights_stay_float32_in_half_precision(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_training_step(padded):
     torch._dynamo.reset()
     model, ids, mask = tiny_model(torch.float32, num_hidden_layers=1).train(), tokens(2, 24), None
