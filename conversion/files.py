@@ -65,15 +65,25 @@ def sha256(path: Path) -> str:
 
 
 def copy_unread(origin: Path, path: Path, advance: Callable[[int], object]) -> str | None:
-    """Copy a file inside the kernel, and return the SHA-256 that its name gives it, if it does."""
+    """Copy a file inside the kernel, and return the SHA-256 that is known of it, if one is."""
     copy_file(origin, path, advance)
     flush(path)
     return known_digest(origin)
 
 
 def known_digest(path: Path) -> str | None:
-    """The SHA-256 of a file that the Hub's cache already names by it."""
-    return path.name if path.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", path.name) else None
+    """The SHA-256 that the Hub gave a file: its name in the Hub's cache, or what a download into a folder noted beside
+    it, if the file was not changed since."""
+    digest = path.name
+    if path.parent.name != "blobs":
+        note = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
+        try:
+            _, digest, seconds = note.read_text().split()  # commit, ETag, time of the download
+            if path.stat().st_mtime - 1 > float(seconds):  # the library allows a second too
+                return None
+        except (OSError, ValueError):
+            return None
+    return digest if re.fullmatch(r"[0-9a-f]{64}", digest) else None
 
 
 def check_room(folder: Path, need: int) -> None:

@@ -1,8 +1,8 @@
 """The manifest of a converted checkpoint: where it comes from, how it was made, and a digest per file.
 
 `sha256` is the digest taken while converting, of every file whose bytes passed through our hands. The shards of a
-large source, linked or copied by the kernel, do not unless asked for. Their entry has the digest by which the Hub's
-cache names them and says so (`sha256_from`), or else size and time of last change until `add_digests` reads them.
+large source, linked or copied by the kernel, do not unless asked for. Their entry has the digest that the Hub gave
+them and says so (`sha256_from`), or else size and time of last change until `add_digests` reads them.
 """
 
 import json
@@ -16,7 +16,7 @@ from tnt_hf.conversion.source import read_json
 
 MANIFEST = "tnt_manifest.json"
 FORMAT = 1
-TAKEN, HUB = "the one taken when it was converted", "the name in the Hub's cache"
+TAKEN, HUB = "the one taken when it was converted", "the one the Hub gave it"
 
 
 def file_entry(path: Path, how: str, digest: str | None, read: bool = True) -> dict[str, Any]:

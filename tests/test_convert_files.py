@@ -178,7 +178,7 @@ def test_a_shard_of_the_hubs_cache_has_its_digest_by_name(tmp_path, source, link
     result = convert_checkpoint(source, tmp_path / "result", progress=False, link=link, check=False)
     name = next(result.glob("model-base-*")).name
     entry = read_manifest(result)["files"][name]
-    assert entry["sha256"] == digest and entry["sha256_from"] == "the name in the Hub's cache"
+    assert entry["sha256"] == digest and entry["sha256_from"] == "the one the Hub gave it"
     assert check_manifest(result) == [] and add_digests(result) == []
 
     read = convert_checkpoint(source, tmp_path / "read", progress=False, link=link, check=True)
@@ -190,7 +190,21 @@ def test_a_shard_of_the_hubs_cache_has_its_digest_by_name(tmp_path, source, link
     shard.symlink_to(blob.rename(blob.with_name("0" * 64)))
     blob.with_name("0" * 64).write_bytes(content)
     damaged = convert_checkpoint(source, tmp_path / "damaged", progress=False, link=link, check=False)
-    assert check_manifest(damaged) == [f"{name}: its SHA-256 differs from the name in the Hub's cache"]
+    assert check_manifest(damaged) == [f"{name}: its SHA-256 differs from the one the Hub gave it"]
+
+
+@pytest.mark.parametrize("link", ["link", "copy"])
+@pytest.mark.parametrize("etag, later, known", [("{}", 0, True), ("{}", 60, False), ('"{:.40}"', 0, False)])
+def test_a_shard_downloaded_into_a_folder_has_its_digest_noted(tmp_path, source, link, etag, later, known):
+    """`hf download --local-dir` leaves the ETag, which is the SHA-256 of a large file; not after a change."""
+    shard = source / "model.safetensors"
+    note = source / ".cache" / "huggingface" / "download" / "model.safetensors.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text(f"{'0' * 40}\n{etag.format(sha256(shard))}\n{shard.stat().st_mtime - later}\n")
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link=link, check=False)
+    entry = read_manifest(result)["files"][next(result.glob("model-base-*")).name]
+    assert entry["sha256"] == (sha256(shard) if known else None) and ("sha256_from" in entry) == known
+    assert check_manifest(result) == []
 
 
 @pytest.mark.parametrize("link", ["link", "copy"])
