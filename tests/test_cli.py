@@ -255,3 +255,20 @@ def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.split() == ["tnt-hf", version("tnt-hf")]
+
+
+def test_nobody_has_to_read_the_output():
+    """`tnt info ... | head -0`: no traceback."""
+    command = [sys.executable, "-m", "tnt_hf.cli", "info", "tnt", "--json"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_mistake_about_a_file_names_it_and_no_number(tmp_path, capsys):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "result").write_text("mine")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "result")]) == 2
+    assert capsys.readouterr().err == f"tnt convert: {tmp_path / 'result'}: exists and is no folder\n"

@@ -129,6 +129,7 @@ INVALID = [
     # combinations
     *[{"num_attention_heads": 3}, {"num_key_value_heads": 3}, {"num_attention_heads": 5, "head_dim": 8}],
     *[{"head_dim": 7}, {"memory_head_dim": 7}, {"memory_num_heads": 3}, {"memory_expansion": 1.3}],
+    {"memory_expansion": 1e300},
     *[{"memory_num_heads": 4, "memory_projections": "shared"}, {"memory_projections": "shared", "variant": "lmm"}],
     *[{"layer_types": ["sliding_attention"]}, {"layer_types": ["hybrid", "linear_attention"]}],
     *[{"sliding_window": None, "layer_types": ["sliding_attention", "full_attention"]}],
@@ -137,7 +138,7 @@ INVALID = [
     *[{"local_reset_interval": 12, "variant": "lmm", "sliding_window": 8}],
     *[{"memory_gate": "mix", "variant": "mal"}, {"memory_gate": "published", "variant": "lmm"}],
     *[{"memory_gate_init": 0.5, "memory_gate": "product"}, {"memory_gate_init": 1.5, "memory_gate": "mix"}],
-    *[{"memory_gate_init": math.nan}, {"num_persistent_tokens": 1, "variant": "lmm"}],
+    *[{"memory_gate_init": 1e300}, {"memory_gate_init": math.nan}, {"num_persistent_tokens": 1, "variant": "lmm"}],
     *[{"memory_train_chunk_sizes": [8]}],
 ]
 

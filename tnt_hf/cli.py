@@ -6,6 +6,7 @@ the input ends as one line on standard error with exit status 2; any other excep
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -67,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0, or 2 for a mistake in the input."""
+    """Runs one command. Returns the exit status: 0, 2 for a mistake in the input, 141 if nobody reads the output."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
@@ -75,9 +76,15 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.rest = arguments[1:]
     try:
-        return options.run(options) or 0
+        status = options.run(options) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `tnt ... | head`; what is still to be flushed at exit goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as of a process that SIGPIPE ended
     except (ValueError, OSError) as error:
-        print(f"tnt {options.command}: {error}", file=sys.stderr)
+        known = isinstance(error, OSError) and error.strerror and error.filename
+        print(f"tnt {options.command}: {f'{error.filename}: {error.strerror}' if known else error}", file=sys.stderr)
         return 2
 
 

@@ -310,8 +310,8 @@ class TNTConfig(PreTrainedConfig):
                 self._fail("memory_num_heads", f"times memory_head_dim={D} must be the {expected} shared channels")
         if self.memory_residual and self.memory_feature_map == "quadratic":
             self._fail("memory_residual", "needs keys as wide as values, unlike memory_feature_map='quadratic'")
-        if not float(self.memory_expansion * D).is_integer():
-            self._fail("memory_expansion", f"times memory_head_dim={D} must be a whole number")
+        if not float(self.memory_expansion * D).is_integer() or self.memory_expansion * D >= 1 << 31:
+            self._fail("memory_expansion", f"times memory_head_dim={D} must be a whole number, and a size")
 
     def _validate_combination(self):
         gate, start = self.memory_gate, self.memory_gate_init
@@ -319,8 +319,8 @@ class TNTConfig(PreTrainedConfig):
             self._fail("memory_gate", f"joins memory and attention, which variant={self.variant!r} does not")
         if gate in ("product", "published") and start is not None:
             self._fail("memory_gate_init", f"has no meaning for memory_gate={gate!r}")
-        if start is not None and not (math.isfinite(start) and (gate == "add" or 0 <= start <= 1)):
-            self._fail("memory_gate_init", "must be finite, and in [0, 1] for 'mix'")
+        if start is not None and not (abs(start) < 1e38 and (gate == "add" or 0 <= start <= 1)):
+            self._fail("memory_gate_init", "must be finite (in float32), and in [0, 1] for 'mix'")
         if self.memory_projections == "shared" and (gate == "product" or start == 0):
             zero = f"TNTConfig.memory_projections='shared' with memory_gate={gate!r} starting at zero"
             warnings.warn(f"{zero}: trained from scratch such a memory hardly wakes, unlike with 'own'.", stacklevel=2)
