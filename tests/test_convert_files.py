@@ -21,6 +21,7 @@ from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.convert_command import add_arguments, run
 from tnt_hf.conversion.files import sha256
 from tnt_hf.conversion.manifest import MANIFEST, add_digests, check_manifest, read_manifest
+from tnt_hf.conversion.shards import by_one_thread
 from tnt_hf.recipes.benchmarks.bench import main as benchmark
 
 
@@ -356,3 +357,15 @@ def test_the_benchmark_runs_on_a_tiny_shape(tmp_path, capsys):
     assert 0 < row["imports_mib"] <= row["summary"]["link"]["anonymous_mib"]
     assert row["summary"]["cp"]["seconds"]["median"] > 0
     assert {"commit", "versions", "cpu"} <= report["environment"].keys() and not list(folder.iterdir())
+
+
+def test_tensors_are_made_by_one_thread_and_torch_keeps_its_own():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert (by_one_thread(torch.get_num_threads), torch.get_num_threads()) == (1, 2)
+        with pytest.raises(ZeroDivisionError):
+            by_one_thread(lambda: 1 / 0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
