@@ -85,7 +85,6 @@ def run_jobs(jobs: dict, workers: int, after: dict[str, tuple[str, ...]] | None 
         `{name: result}`.
     """
     waiting = dict(after or {})
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of the workers: threads that wait leave the core to others
     context = multiprocessing.get_context("spawn")
     reports, before = context.Queue(), set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(reports,))
