@@ -1,8 +1,7 @@
 """Denormal numbers, the ones nearest 0, taken for 0 while a memory's chunks run on the CPU.
 
-A gate that forgets half at every token sends weights there within 126 tokens, and many processors take a hundred
-cycles for each product with such a number: whole forwards and backwards ran at an eighth of their speed. What is lost
-is below 1.2e-38 (float32). Travels with every pushed checkpoint.
+A gate that forgets half at every token sends weights there within 126 tokens, and many processors take far longer for
+each product with such a number. What is lost is below 1.2e-38 (float32). Travels with every pushed checkpoint.
 """
 
 import functools
