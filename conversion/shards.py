@@ -8,9 +8,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Condition
 
 import numpy
 import torch
@@ -59,8 +60,44 @@ def split_by_size(tensors: Iterable[NewTensor], most: int) -> list[list[NewTenso
     return groups
 
 
-def write_shard(path: Path, tensors: list[NewTensor], advance: Callable[[int], object]) -> None:
-    """A new safetensors file. `advance` is told the bytes written."""
+class Written:
+    """How many bytes of a new file are there, for a thread that reads it while another one writes it."""
+
+    def __init__(self):
+        self._changed, self._size, self._ended = Condition(), 0, False
+
+    def add(self, count: int) -> None:
+        """`count` more."""
+        with self._changed:
+            self._size += count
+            self._changed.notify()
+
+    def close(self) -> None:
+        """There will be no more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def wait(self, size: int) -> None:
+        """Return once `size` are there. Raises InterruptedError if they never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._size >= size or self._ended)
+            if self._size < size:
+                raise InterruptedError("the writer stopped")
+
+
+def write_shard(
+    path: Path,
+    tensors: list[NewTensor],
+    advance: Callable[[int], object],
+    begun: Callable[[Written], object] = lambda written: None,
+) -> None:
+    """
+    A new safetensors file.
+
+    Args:
+        advance: told the bytes written. begun: called when the header is there and the file has its length.
+    """
     # Wide items first, as the library has it: then every tensor starts at a multiple of its item size.
     tensors = sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype])
     header, place = {"__metadata__": {"format": "pt"}}, 0
@@ -70,20 +107,29 @@ def write_shard(path: Path, tensors: list[NewTensor], advance: Callable[[int], o
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("xb", buffering=0) as file:
-        write_all(file, len(text).to_bytes(8, "little") + text)
+    written = Written()
+
+    def tell(count: int) -> None:
+        written.add(count)
+        advance(count)
+
+    with path.open("xb", buffering=0) as file, closing(written):
+        write_all(file, text := len(text).to_bytes(8, "little") + text)
+        file.truncate(len(text) + place)
+        written.add(len(text))
+        begun(written)
         for tensor in tensors:
             origin = tensor.origin
             if not isinstance(origin, StoredTensor):
                 write_all(file, to_bytes(by_one_thread(origin), tensor))
-                advance(tensor.nbytes)
+                tell(tensor.nbytes)
             elif origin.dtype == tensor.dtype:
                 with origin.path.open("rb", buffering=0) as old:
-                    copy_range(old, file, origin.start, origin.nbytes, advance)
+                    copy_range(old, file, origin.start, origin.nbytes, tell)
             else:
                 for block in blocks(origin, bytearray(min(CHUNK, origin.nbytes))):
                     write_all(file, converted := cast(block, origin.dtype, tensor.dtype))
-                    advance(len(converted))
+                    tell(len(converted))
 
 
 def by_one_thread(make: Callable[[], Tensor]) -> Tensor:
@@ -113,14 +159,19 @@ def to_bytes(value: Tensor, tensor: NewTensor) -> memoryview:
     return memoryview(value.detach().to(TORCH[tensor.dtype]).reshape(-1).view(torch.uint8).numpy())
 
 
-def blocks(tensor: StoredTensor, buffer: bytearray) -> Iterable[memoryview]:
-    """The bytes of a stored tensor in pieces of the buffer's size, which is used for all of them: a multiple of every
-    item size, or that of the tensor."""
+def blocks(
+    tensor: StoredTensor, buffer: bytearray, wait: Callable[[int], object] = lambda size: None
+) -> Iterable[memoryview]:
+    """
+    The bytes of a stored tensor in pieces of the buffer's size, which is used for all of them: a multiple of every
+    item size, or that of the tensor. `wait` is told how long the file has to be before each is read.
+    """
     view, left = memoryview(buffer), tensor.nbytes
     with tensor.path.open("rb", buffering=0) as file:
         file.seek(tensor.start)
         while left:
             piece = view[:left]
+            wait(file.tell() + len(piece))
             if _fill(file, piece) < len(piece):
                 raise ValueError(f"{tensor.path}: ends inside tensor {tensor.name!r}")
             yield piece
@@ -140,6 +191,7 @@ def inspect(
     where: str,
     copy: Path | None = None,
     advance: Callable[[int], object] = lambda count: None,
+    wait: Callable[[int], object] = lambda size: None,
 ) -> str:
     """
     Read a safetensors file once: its SHA-256, and whether all its numbers are finite.
@@ -148,6 +200,7 @@ def inspect(
         tensors: of this file, all of them, in the order of their bytes.
         where: what an error calls the file.
         copy: a new file for the bytes as they are read, which is on the disk afterwards. advance: told how many.
+        wait: for a file that is still being written, see [`Written`].
 
     Raises:
         ValueError: a tensor holds nan or infinity.
@@ -163,7 +216,7 @@ def inspect(
 
         take(file.read(tensors[0].start if tensors else -1))
         for tensor in tensors:
-            for block in blocks(tensor, buffer):
+            for block in blocks(tensor, buffer, wait):
                 take(block)
                 if not is_finite(block, tensor.dtype):
                     raise ValueError(f"{where}: tensor {tensor.name!r} holds nan or infinity ({tensor.dtype})")

@@ -14,7 +14,7 @@ from tnt_hf.conversion.head_start import HeadStart
 from tnt_hf.conversion.layout import MEMORY
 from tnt_hf.conversion.manifest import file_entry
 from tnt_hf.conversion.plan import Shard
-from tnt_hf.conversion.shards import NewTensor, inspect, write_shard
+from tnt_hf.conversion.shards import NewTensor, Written, inspect, write_shard
 from tnt_hf.conversion.source import INDEX, Source, read_header
 
 
@@ -48,11 +48,11 @@ class Writer:
         self.how: dict[str, str] = {}
         self.digests: dict[str, Future | str | None] = {}
         self.unread: set[str] = set()
+        self.flushes: list[Future] = []
 
     def weights(self, shards: list[Shard], index: dict[str, str], memory: list[NewTensor]) -> None:
         """
-        All shards. What is copied is looked at on its way, if at all; what is new is read back while the next is
-        written.
+        All shards. What is copied is looked at on its way, if at all; what is new is read back while it is written.
 
         Args:
             shards: of the base. index: tensor name -> shard, without the memory. memory: the memory's tensors.
@@ -84,9 +84,8 @@ class Writer:
                     for task in tasks[:-2]:
                         task.result()
                 self.digests = {name: x.result() if isinstance(x, Future) else x for name, x in self.digests.items()}
-            for shard in shards:
-                if self.how[shard.name] != "linked":
-                    flush(self.folder / shard.name)
+                for task in self.flushes:
+                    task.result()
         finally:
             pool.shutdown(cancel_futures=True)
         total = sum(tensor.nbytes for shard in shards for tensor in read_header(self.folder / shard.name))
@@ -96,7 +95,13 @@ class Writer:
     def _write(self, shard: Shard, linking: bool, advance: Callable[[int], object], pool: ThreadPoolExecutor) -> None:
         path, origin = self.folder / shard.name, shard.source
         if origin is None:
-            write_shard(path, shard.tensors, advance)
+            where = f"{shard.name} (made from {self.source.name})"
+
+            def follow(written: Written) -> None:
+                self.digests[shard.name] = pool.submit(inspect, path, read_header(path), where, wait=written.wait)
+
+            write_shard(path, shard.tensors, advance, follow)
+            self.flushes.append(pool.submit(flush, path))
         elif linking:
             os.link(origin, path)
         self.how[shard.name] = "written" if origin is None else "linked" if linking else "copied"
@@ -110,9 +115,8 @@ class Writer:
         elif self.how[shard.name] == "copied":
             task = pool.submit(inspect, origin, read_header(origin), str(origin), path, advance)
             self.digests[shard.name] = task
-        else:
-            where = f"{shard.name} (made from {self.source.name})" if origin is None else str(origin)
-            self.digests[shard.name] = pool.submit(inspect, path, read_header(path), where)
+        elif origin is not None:
+            self.digests[shard.name] = pool.submit(inspect, path, read_header(path), str(origin))
 
     def _can_link(self, origins: list[Path]) -> bool:
         """

@@ -7,7 +7,10 @@ import re
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -21,7 +24,8 @@ from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.convert_command import add_arguments, run
 from tnt_hf.conversion.files import sha256
 from tnt_hf.conversion.manifest import MANIFEST, add_digests, check_manifest, read_manifest
-from tnt_hf.conversion.shards import by_one_thread
+from tnt_hf.conversion.shards import NewTensor, by_one_thread, inspect, write_shard
+from tnt_hf.conversion.source import read_header
 from tnt_hf.recipes.benchmarks.bench import main as benchmark
 
 
@@ -369,3 +373,33 @@ def test_tensors_are_made_by_one_thread_and_torch_keeps_its_own():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_new_shard_is_read_while_it_is_written(tmp_path, fails):
+    """Its reader never gets ahead of what is there, and gives up with the writer."""
+    path, readers, waiting = tmp_path / "new.safetensors", [], Event()
+
+    def made():
+        assert waiting.wait(60), "the first tensor was not read before the second was there"
+        if fails:
+            raise OSError("no space")
+        return torch.rand(2**16)
+
+    def begun(written):
+        def wait(size):
+            if size == path.stat().st_size:
+                waiting.set()
+            written.wait(size)
+
+        readers.append(pool.submit(inspect, path, read_header(path), "new", wait=wait))
+
+    tensors = [
+        NewTensor("ready", "F32", (2**16,), lambda: torch.rand(2**16)),
+        NewTensor("slow", "F32", (2**16,), made),
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(OSError, match="no space") if fails else nullcontext():
+            write_shard(path, tensors, lambda count: None, begun)
+        with pytest.raises(InterruptedError) if fails else nullcontext():
+            assert readers[0].result(60) == sha256(path)
