@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-CHUNK = 2**18  # bytes read at a time; a multiple of every item size
+CHUNK = 2**17  # bytes read at a time; a multiple of every item size
 COPY = 64 * 2**20  # bytes the kernel copies between two steps of the progress bar
 ROOM = 8 * 2**20  # bytes for all that is not a tensor: code, configuration, tokenizer
 

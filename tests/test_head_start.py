@@ -1,19 +1,24 @@
 """Copies that begin before the conversion is imported: the same result, and nothing left where it goes wrong."""
 
 import argparse
+import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 from checkpoints import save_source
 
+import tnt_hf.conversion.head_start
 from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.convert_command import add_arguments, run
 from tnt_hf.conversion.head_start import HeadStart, head_start
 from tnt_hf.conversion.manifest import check_manifest
+from tnt_hf.conversion.source import read_header
 
 
 COPY = {"link": "copy", "check": False}
@@ -140,3 +145,25 @@ def test_mistakes_are_left_to_the_conversion(folder, monkeypatch, fault):
     with ExitStack() as stack:
         assert head_start(source, output, COPY, print, stack) is None
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be asked to read ahead")
+@pytest.mark.parametrize(
+    "fields, some", [({}, True), ({"memory_projections": "shared"}, False), ({"link": "copy"}, False)]
+)
+def test_what_the_memory_copies_is_read_ahead_where_shards_are_linked(folder, monkeypatch, fields, some):
+    """Every byte of the q, k and v projections and no other; nothing where the memory copies none of them."""
+    asked = []
+
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *call: asked.append(call))
+    monkeypatch.setattr(tnt_hf.conversion.head_start, "AHEAD", 2)
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+        head_start("source", "result", {"link": "link", "check": False} | fields, print, stack)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(60)
+    tensors = read_header(folder / "source" / "model.safetensors")
+    spans = [x for x in tensors if re.search(r"self_attn\.[qkv]_proj\.weight", x.name)]
+    expected = {byte for x in spans for byte in range(x.start, x.start + x.nbytes)} if some else set()
+    assert {byte for start, length, _ in asked for byte in range(start, start + length)} == expected
+    assert {advice for *_, advice in asked} <= {os.POSIX_FADV_WILLNEED} and spans
