@@ -16,12 +16,20 @@ import shutil
 import signal
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from tnt_hf.recipes.corpus import Corpus, read_corpus
-from tnt_hf.recipes.demo_conversion import STUDENTS, ConversionData, ConversionPlan, measured_on, train_source
+from tnt_hf.recipes.demo_conversion import (
+    PRECISIONS,
+    STUDENTS,
+    ConversionData,
+    ConversionPlan,
+    faster_precision,
+    measured_on,
+    train_source,
+)
 from tnt_hf.recipes.demo_conversion_report import conversion_results, draw, summary
 from tnt_hf.recipes.demo_jobs import run_jobs, shuffled
 from tnt_hf.recipes.environment import environment
@@ -52,6 +60,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="steps of the Llama; everything else follows in proportion (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=plan.seed)
+    parser.add_argument(
+        "--precision", choices=("auto", *PRECISIONS), default="auto", help="auto: what trains faster on this machine"
+    )
     parser.add_argument(
         "--workers", type=int, metavar="N", help="trainings at a time (default: one per core, at most 4)"
     )
@@ -157,6 +168,10 @@ def main(arguments: list[str] | None = None) -> int:
     claim(options.output)
     try:
         with ended_by_sigterm():
+            if options.precision == "auto":
+                options.precision = faster_precision(plan)
+                say(f"training in {options.precision}, the faster one here of {' and '.join(PRECISIONS)}")
+            plan = replace(plan, precision=options.precision)
             jobs, after, bytes_per_token = jobs_of(options, plan, corpus)
             done = run_jobs(jobs, options.workers, after, say)
     except KeyboardInterrupt:
@@ -169,7 +184,8 @@ def main(arguments: list[str] | None = None) -> int:
         "format": FORMAT,
         "finished": True,
         "command": " ".join(
-            ["tnt demo", f"--budget {options.budget}", f"--seed {options.seed}", f"--workers {options.workers}"]
+            ["tnt demo", f"--budget {options.budget}", f"--seed {options.seed}", f"--precision {options.precision}"]
+            + [f"--workers {options.workers}"]
             + [f"--only {name}" for name in options.only if options.only != list(STUDENTS)]
             + ([f"--corpus {options.corpus.name}"] if options.corpus else [])
         ),

@@ -7,6 +7,7 @@ Axis legend: N windows of text   T tokens of a window   V vocabulary
 """
 
 import math
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,17 @@ from tnt_hf.recipes.data import train_tokenizer, windows
 from tnt_hf.recipes.demo_jobs import Job, losses_by_position
 
 
+PRECISIONS = ("float32", "bfloat16")
+TRIALS = 4  # training steps of which the fastest counts
+
+
 @dataclass(frozen=True)
 class ConversionPlan:
-    """How much of everything; lengths are tokens. `scaled` derives a shorter or longer run from the default one."""
+    """How much of everything, and in which of [`PRECISIONS`] matrices are multiplied; lengths are tokens. `scaled`
+    derives a shorter or longer run from the default one."""
 
     seed: int = 0
+    precision: str = "float32"
     vocab_size: int = 1024
     length: int = 512
     teacher_steps: int = 700
@@ -114,6 +121,33 @@ class ConversionData:
 # ----------------------------------------------------------------------------------------------------------- the jobs
 
 
+def source_loss(model, rows, precision: str):
+    """Next-token loss of windows `[N, T]`."""
+    import torch
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+        return model(input_ids=rows, labels=rows, use_cache=False).loss
+
+
+def faster_precision(plan: ConversionPlan) -> str:
+    """In which of [`PRECISIONS`] this machine trains the source faster: bfloat16 may as well be the slower one."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from tnt_hf.recipes import blocked_attention
+
+    kind = blocked_attention.register()
+    model = LlamaForCausalLM._from_config(teacher_config(plan, plan.vocab_size), attn_implementation=kind).train()
+    rows = torch.zeros(plan.teacher_batch_size, plan.length, dtype=torch.long)
+    seconds = dict.fromkeys(PRECISIONS, math.inf)
+    for _ in range(TRIALS):  # by turns, as the machine may be busy
+        for precision in PRECISIONS:
+            start = time.perf_counter()
+            source_loss(model, rows, precision).backward()
+            seconds[precision] = min(seconds[precision], time.perf_counter() - start)
+    return min(PRECISIONS, key=seconds.get)
+
+
 def train_source(
     plan: ConversionPlan, vocab_size: int, train, held_out, folder: Path, reports, threads: int = 2
 ) -> dict:
@@ -144,8 +178,7 @@ def train_source(
     losses = []
     with job.phase("train") as tell:
         for step, rows in enumerate(torch.from_numpy(train).split(plan.teacher_batch_size)[:steps], 1):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+            loss = source_loss(model, rows, plan.precision)
             model.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(rest, 1.0, error_if_nonfinite=True)

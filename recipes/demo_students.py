@@ -179,7 +179,7 @@ def train(
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
         "adam_beta2": 0.95,
-        "bf16": True,
+        "bf16": plan.precision == "bfloat16",
         "seed": plan.seed,
     }
     arguments = TrainingArguments(
@@ -193,7 +193,7 @@ def train(
         **settings,
     )
     facts = {
-        "command": f"tnt demo --budget {plan.teacher_steps} --seed {plan.seed}",
+        "command": f"tnt demo --budget {plan.teacher_steps} --seed {plan.seed} --precision {plan.precision}",
         "mode": mode,
         "data": {"name": given.corpus, "rows": len(rows), "tokens": rows.size, **read},
         "settings": {

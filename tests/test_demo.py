@@ -232,7 +232,11 @@ def check_the_whole_story_is_told_and_every_check_holds(output, results, printed
     assert {name.split(": ")[0] for name in results["checks"]} == {*STUDENTS, "evaluation"}
     assert all(report["passed"] for report in results["verification"].values())
     assert results["text"].keys() == LABELS.keys() == results["recovered"].keys() | {"source", "window"}
-    assert results["command"] == "tnt demo --budget 5 --seed 0 --workers 2 --corpus sources"
+    precision = results["plan"]["precision"]
+    assert results["command"] == f"tnt demo --budget 5 --seed 0 --precision {precision} --workers 2 --corpus sources"
+    assert f"training in {precision}, the faster one here" in printed
+    recorded = json.loads((output / "hybrid" / "training.json").read_text())["settings"]["training"]
+    assert recorded["bf16"] is (precision == "bfloat16")
     costs = results["window_costs"]
     assert len(costs) == 4 and all(f"layer {layer}  {cost:.4f}" in printed for layer, cost in enumerate(costs))
     for name, layers in results["full_attention_layers"].items():

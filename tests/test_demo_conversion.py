@@ -1,5 +1,6 @@
 """The demo's parts: attention in blocks, distillation, shares of what was lost, how much text everything sees."""
 
+import time
 from functools import partial
 
 import numpy as np
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from tnt_hf import TNTConfig, TNTForCausalLM
-from tnt_hf.recipes import blocked_attention
-from tnt_hf.recipes.demo_conversion import ConversionPlan, measured_on
+from tnt_hf.recipes import blocked_attention, demo_conversion
+from tnt_hf.recipes.demo_conversion import PRECISIONS, ConversionPlan, measured_on
 from tnt_hf.recipes.demo_conversion_report import recovered
 from tnt_hf.recipes.distillation import RATES, DistillationTrainer, with_lora
 from tnt_hf.recipes.optimization import parameter_groups
@@ -178,6 +179,16 @@ def test_students_see_a_tenth_of_the_sources_tokens():
         seen = plan.steps * plan.batch_size / (plan.teacher_steps * plan.teacher_batch_size)
         assert seen == pytest.approx(plan.share, rel=0.2 if plan.teacher_steps < 20 else 1e-3)
     assert ConversionPlan().scaled(1) == ConversionPlan()
+
+
+@pytest.mark.parametrize("slower", PRECISIONS)
+def test_the_source_trains_in_what_is_faster_here(monkeypatch, slower):
+    def loss(model, rows, precision):
+        time.sleep(0.05 if precision == slower else 0)
+        return next(model.parameters()).sum()
+
+    monkeypatch.setattr(demo_conversion, "source_loss", loss)
+    assert {demo_conversion.faster_precision(ConversionPlan()), slower} == set(PRECISIONS)
 
 
 def test_results_are_measured_on_files_no_setting_was_chosen_on():
