@@ -154,7 +154,6 @@ def test_mistakes_are_left_to_the_conversion(folder, monkeypatch, fault):
 def test_what_the_memory_copies_is_read_ahead_where_shards_are_linked(folder, monkeypatch, fields, some):
     """Every byte of the q, k and v projections and no other; nothing where the memory copies none of them."""
     asked = []
-
     monkeypatch.setattr(os, "posix_fadvise", lambda file, *call: asked.append(call))
     monkeypatch.setattr(tnt_hf.conversion.head_start, "AHEAD", 2)
     before = set(threading.enumerate())
@@ -167,3 +166,22 @@ def test_what_the_memory_copies_is_read_ahead_where_shards_are_linked(folder, mo
     expected = {byte for x in spans for byte in range(x.start, x.start + x.nbytes)} if some else set()
     assert {byte for start, length, _ in asked for byte in range(start, start + length)} == expected
     assert {advice for *_, advice in asked} <= {os.POSIX_FADV_WILLNEED} and spans
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be asked to read ahead")
+def test_reading_ahead_ends_with_the_conversion(folder, monkeypatch):
+    asked, ended = threading.Semaphore(0), threading.Event()
+
+    def advise(*call):
+        asked.release()
+        assert ended.wait(60)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+        head_start("source", "result", {"link": "link", "check": False}, print, stack)
+        (reader,) = set(threading.enumerate()) - before
+        assert asked.acquire(timeout=60)
+    ended.set()
+    reader.join(60)
+    assert not reader.is_alive() and not asked.acquire(blocking=False), "it went on"
