@@ -104,15 +104,18 @@ def note_tokens(cache: Cache, count: int) -> None:
 
 
 def read_state(cache: Cache, layer_idx: int) -> Tensor | None:
-    """State `[B, H, K, V]` of a layer with one slot, or `None` before its first token."""
+    """State `[B, H, K, V]` of a layer with two slots, or `None` before its first token."""
     layer = cache.layers[layer_idx]
     return layer.recurrent_states[0] if layer.has_previous_state[0] else None
 
 
-def write_state(cache: Cache, layer_idx: int, state: Tensor) -> None:
-    """Keep `state` `[B, H, K, V]` as it is: a new tensor for each call, which autograd can follow."""
+def write_state(cache: Cache, layer_idx: int, state: Tensor, count: int | Tensor) -> None:
+    """Keep `state` `[B, H, K, V]` as it is, a new tensor for each call, which autograd can follow, and that `count`
+    (`[B]`) more tokens were read."""
     layer = cache.layers[layer_idx]
-    if not layer.is_recurrent_states_initialized[0]:
-        layer.lazy_initialization(recurrent_states=state, state_idx=0)
-    layer.recurrent_states[0] = state
-    layer.has_previous_state[0] = True
+    read = layer.recurrent_states[1] if layer.has_previous_state[0] else state.new_zeros(len(state), dtype=torch.long)
+    for slot, x in enumerate((state, read + count)):
+        if not layer.is_recurrent_states_initialized[slot]:
+            layer.lazy_initialization(recurrent_states=x, state_idx=slot)
+        layer.recurrent_states[slot] = x
+        layer.has_previous_state[slot] = True

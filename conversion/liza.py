@@ -30,12 +30,12 @@ class LiZAMemory(nn.Module):
 
     Attributes:
         weight: w, a 0-dim float32 buffer, saved with the model and set by schedules.
-        state_slots: state tensors it keeps in a cache layer.
+        state_slots: tensors it keeps in a cache layer, the operator's state and how many tokens it has read.
     """
 
     is_memory_as_gate = True
     keys_after_rope = True
-    state_slots = 1
+    state_slots = 2
 
     def __init__(self, config: LiZAConfig, heads: Heads, layer_idx: int):
         super().__init__()
@@ -110,7 +110,7 @@ class LiZAMemory(nn.Module):
                 check_decay=False,  # a sigmoid; nan goes through, as it does in attention
             )
             if cache is not None:
-                write_state(cache, self.layer_idx, state)
+                write_state(cache, self.layer_idx, state, q.shape[1] if mask is None else mask.sum(1))
             mixed = (self.weight * o + (1 - self.weight) * attn_output).to(attn_output.dtype)
             # Silent at w = 0 whatever the operator holds: 0 * nan is nan.
             return torch.where(self.weight == 0, attn_output, mixed)

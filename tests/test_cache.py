@@ -166,6 +166,61 @@ def test_a_row_that_sits_out_a_call_keeps_its_state():
             torch.testing.assert_close(x[1], before[name], rtol=0, atol=1e-12)
 
 
+CACHES = {
+    "ours": lambda model: TNTCache(model.config),
+    "library": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=64),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("pads, sample", [(0, False), (3, True)], ids=["greedy", "padded prompt, sampling"])
+@modes
+def test_a_batch_goes_on_whose_rows_ended_one_by_one(changes, pads, sample):
+    """`generate` feeds padding to rows that have ended, which is no part of their conversation."""
+    goes_on_after_rows_ended(tiny_model(**changes), CACHES["ours"], pads, sample)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_rows_end_one_by_one_in_every_cache(cache):
+    # without a window: that of the library's caches counts padding
+    goes_on_after_rows_ended(tiny_model(layer_types=["full_attention"] * 2), CACHES[cache], 3, False)
+
+
+def test_rows_end_one_by_one_without_a_memory():
+    goes_on_after_rows_ended(tiny_model(memory_layers=[], layer_types=None), CACHES["ours"], 3, False)
+
+
+def goes_on_after_rows_ended(model, make, pads, sample):
+    ids, mask = left_padded([tokens(9), tokens(9 - pads, seed=3)])
+    settings = {"max_new_tokens": 12, "do_sample": sample, "pad_token_id": 0}
+    torch.manual_seed(0)
+    free = model.generate(ids, attention_mask=mask, **settings)[:, 9:].tolist()
+    eos, cache = next(x for i, x in enumerate(free[0]) if x not in free[1][: i + 4]), make(model)
+    torch.manual_seed(0)
+    out = model.generate(ids, attention_mask=mask, eos_token_id=eos, past_key_values=cache, **settings)
+    ended = [row.index(eos) if eos in row else 11 for row in out[:, 9:].tolist()]
+    assert ended[1] > ended[0] + 2 and (out[0, 10 + ended[0] :] == 0).all()
+    valid = torch.arange(out.shape[1] - 9) <= torch.tensor(ended)[:, None]
+    mask = torch.cat([mask, valid.long(), torch.ones(2, 4, dtype=torch.long)], 1)
+    out = torch.cat([out, tokens(2, 4, seed=8)], 1)
+    settings |= {"attention_mask": mask, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    cached, anew = (model.generate(out, past_key_values=x, use_cache=x is not None, **settings) for x in (cache, None))
+    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(anew.logits), rtol=1e-9, atol=1e-9)
+
+
+def test_a_mask_that_contradicts_what_the_memory_has_read_is_refused():
+    model, ids = tiny_model(), tokens(2, 9)
+    cache, mask = filled(model, ids), torch.ones(2, 12, dtype=torch.long)
+    mask[0, 5:8] = 0
+    with pytest.raises(ValueError, match=r"\[6, 9\] of the 9 cached tokens.*has read \[9, 9\]"):
+        filled(model, tokens(2, 3), cache, attention_mask=mask)
+    cache = filled(model, ids, attention_mask=mask[:, :9])
+    filled(model, tokens(2, 3), cache, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"\[12, 12\] of the 12 cached tokens.*has read \[9, 12\]"):
+        filled(model, tokens(2, 2), cache, attention_mask=torch.ones(2, 14, dtype=torch.long))
+
+
 # ------------------------------------------------------------------------------------------------------------ sessions
 
 

@@ -201,6 +201,26 @@ def test_several_turns_on_one_cache(config):
 # --- what cannot be right is refused --------------------------------------------------------------------------------
 
 
+@opened
+def test_padding_that_ended_rows_were_fed_is_not_taken_back(config):
+    """The host's own `generate` calls it valid, so the memory has read it."""
+    model, ids = inject(double(), config), tokens(2, 9)
+    settings = {"do_sample": False, "pad_token_id": 0}
+    free = model.generate(ids, max_new_tokens=8, **settings)[:, 9:].tolist()
+    eos, cache = next(x for i, x in enumerate(free[0]) if x not in free[1][: i + 4]), DynamicCache(config=model.config)
+    out = model.generate(ids, max_new_tokens=8, eos_token_id=eos, past_key_values=cache, **settings)
+    valid = torch.ones_like(out)
+    valid[0, 10 + out[0, 9:].tolist().index(eos) :] = 0
+    ids, more = torch.cat([out, tokens(2, 4, seed=8)], 1), torch.ones(2, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="attention_mask calls .* of the .* cached tokens .* cannot forget"):
+        model.generate(ids, past_key_values=cache, attention_mask=torch.cat([valid, more], 1), **settings)
+    settings |= {"max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+    settings["attention_mask"] = torch.ones_like(ids)
+    anew = model.generate(ids, **settings, use_cache=False)
+    found = model.generate(ids, **settings, past_key_values=cache)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(anew.logits), **CLOSE)
+
+
 def filled_by_the_source(model):
     source = unload(copy.deepcopy(model))
     return source(tokens(1, 5), use_cache=True).past_key_values

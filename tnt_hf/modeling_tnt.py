@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, QuantizedCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, StoppingCriteriaList
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -373,24 +373,63 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
     A cached conversation goes on only if every token in it is known to be valid or padding.
 
     Raises:
-        ValueError: `attention_mask` has not one column per cached and new token, or is missing although the cache
-            holds padding.
+        ValueError: `attention_mask` has not one column per cached and new token, calls tokens padding that the memory
+            has read or the other way round, or is missing although the cache holds padding.
     """
     if torch.compiler.is_compiling():
         return
     if not (past := int(past)):
         cache.holds_padding = False
     elif isinstance(attention_mask, Tensor):
-        if attention_mask.ndim == 2 and attention_mask.shape[1] != past + length:
+        if attention_mask.ndim != 2:
+            return
+        if attention_mask.shape[1] != past + length:
             raise ValueError(
                 f"attention_mask has {attention_mask.shape[1]} columns, but past_key_values holds {past} tokens and"
                 f" {length} are new: it must cover all {past + length}."
+            )
+        # the mask of a single token is that of the call before it and one column
+        read = None if length == 1 else tokens_read(cache)
+        if read is not None and (said := attention_mask[:, :past].bool().sum(1)).tolist() != read.tolist():
+            raise ValueError(
+                f"attention_mask calls {said.tolist()} of the {past} cached tokens of each row valid, but the memory"
+                f" has read {read.tolist()}, and cannot forget: pass the mask they were read with, or go on without"
+                " the cache."
             )
     elif attention_mask is None and getattr(cache, "holds_padding", False):
         raise ValueError(
             f"attention_mask is None, but some of the {past} tokens in past_key_values are padding: pass the mask of"
             f" all {past + length} tokens."
         )
+
+
+def tokens_read(cache: Cache) -> Tensor | None:
+    """Valid tokens `[B]` that the memory in `cache` has read, its memory time; `None` if there is no memory."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.has_previous_state[0]:
+            return layer.recurrent_states[layer.number_of_states - 1]
+    return None
+
+
+@dataclass
+class EndedRows:
+    """Which rows `[B]` bool of a batch have ended in one call of `generate`, which feeds them padding from then on and
+    calls it valid: what is known here keeps it out of the memory."""
+
+    rows: Tensor | None = None
+
+
+class NotingCriteria(StoppingCriteriaList):
+    """Stopping criteria that note in `ended` which rows they end."""
+
+    def __init__(self, criteria: StoppingCriteriaList, ended: EndedRows):
+        super().__init__(criteria)
+        self.ended = ended
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        ended, before = super().__call__(input_ids, scores, **kwargs), self.ended.rows
+        self.ended.rows = ended if before is None else before | ended
+        return ended
 
 
 # -------------------------------------------------------------------------------------------------------------- models
@@ -719,10 +758,33 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
                     " on from a cache pass the whole conversation as input_ids, or only the new tokens with an"
                     " attention_mask of all tokens."
                 )
-        elif kind in (None, "dynamic") and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = TNTCache(self.config)
-            return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if cache is None and kind in (None, "dynamic") and generation_config.use_cache is not False:
+            cache = model_kwargs["past_key_values"] = TNTCache(self.config)
+        else:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            cache.ended = generation_config._ended = EndedRows()
+
+    def _get_stopping_criteria(self, generation_config, *args, **kwargs):
+        """Those of the library, which note what rows they end if such rows get padding."""
+        criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)
+        ended = getattr(generation_config, "_ended", None)
+        padded = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        padded &= generation_config.num_beams in (None, 1)  # beams that have ended are set aside
+        return NotingCriteria(criteria, ended) if ended is not None and padded else criteria
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        """What rows get that have ended is padding in `attention_mask`, so that the cache can be gone on from."""
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        ended = None if cache is None else getattr(cache, "ended", EndedRows()).rows
+        if ended is not None and bool(ended.any()):
+            if (mask := model_kwargs.get("attention_mask")) is None:
+                mask = torch.ones(len(ended), cache.get_seq_length() + 1, dtype=torch.long, device=ended.device)
+            mask[:, -1] = ~ended
+            model_kwargs["attention_mask"] = mask
+        return model_kwargs
 
 
 class TNTForSequenceClassification(GenericForSequenceClassification, TNTPreTrainedModel):
