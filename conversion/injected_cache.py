@@ -16,22 +16,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from tnt_hf.cache_tnt import TNTFullLayer, TNTSlidingLayer
 
 
-class _NoCrop:
-    is_croppable = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise ValueError(
-                f"tokens_to_remove={tokens_to_remove}: a memory cannot forget tokens, so the cache of an injected"
-                " model cannot be cropped (assisted decoding needs that)."
-            )
-
-
-class InjectedFullLayer(_NoCrop, TNTFullLayer):
+class InjectedFullLayer(TNTFullLayer):
     """Keys and values of full attention, and a memory's state."""
 
 
-class InjectedSlidingLayer(_NoCrop, TNTSlidingLayer):
+class InjectedSlidingLayer(TNTSlidingLayer):
     """Keys and values of a sliding window, and a memory's state."""
 
 

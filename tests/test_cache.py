@@ -209,6 +209,31 @@ def goes_on_after_rows_ended(model, make, pads, sample):
     torch.testing.assert_close(torch.stack(cached.logits), torch.stack(anew.logits), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("memory_layers", [[0, 1], [1]], ids=["every layer", "the second layer"])
+def test_a_memory_cannot_be_cropped(memory_layers):
+    model, ids = tiny_model(layer_types=["full_attention"] * 2, memory_layers=memory_layers), tokens(1, 12)
+    cache = filled(model, ids[:, :9])
+    assert not cache.is_croppable
+    with pytest.raises(ValueError, match="tokens_to_remove=-4: a memory cannot forget tokens"):
+        cache.crop(-4)
+    cache.crop(0)
+    expected = go_on(model, filled(model, ids[:, :9]), ids[:, 9:])
+    assert torch.equal(go_on(model, cache, ids[:, 9:]), expected)
+
+
+def test_without_a_memory_a_cache_can_be_cropped():
+    model, ids = tiny_model(layer_types=["full_attention"] * 2, memory_layers=[]), tokens(1, 12)
+    cache = filled(model, ids[:, :9])
+    cache.crop(-4)
+    expected = go_on(model, filled(model, ids[:, :5]), ids[:, 5:])
+    torch.testing.assert_close(go_on(model, cache, ids[:, 5:]), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_continuous_batching_is_refused():
+    with pytest.raises(ValueError, match="continuous batching: their cache keeps no memory state"):
+        tiny_model().generate_batch([[3, 4, 5], [6, 7]])
+
+
 def test_a_mask_that_contradicts_what_the_memory_has_read_is_refused():
     model, ids = tiny_model(), tokens(2, 9)
     cache, mask = filled(model, ids), torch.ones(2, 12, dtype=torch.long)

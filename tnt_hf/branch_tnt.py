@@ -41,7 +41,12 @@ DECAY_BIAS = -7.0  # alpha = sigmoid(decay_proj(x)) starts near 1e-3
 
 
 class TNTInitialWeights(nn.ParameterList):
-    """W_init of one memory: L tensors `[H, d_in, d_out]`."""
+    """W_init of one memory: L tensors `[H, d_in, d_out]`. Called, so that hooks which fetch offloaded weights run."""
+
+    __call__ = nn.Module.__call__  # a list of parameters refuses calls
+
+    def forward(self) -> list[Tensor]:
+        return list(self)
 
 
 class TNTMemoryUnit(nn.Module):
@@ -91,7 +96,7 @@ class TNTMemoryUnit(nn.Module):
         """
 
         lr, momentum, decay = self.gates(hidden_states, lr_scale, q.dtype)
-        weights, tokens = list(self.weights), (q, k, v)
+        weights, tokens = self.weights(), (q, k, v)
         how = choose(FIELD, self.implementation, q.device, unsupported_scan, q.dtype, spec.read, weights, operands)
         if how == "triton":
             tokens = (x.to(operands) for x in tokens)
@@ -165,6 +170,13 @@ def lr_factors(config: TNTConfig) -> list[float]:
     """
     kind, sizes = config.memory_lr_scaling, config.memory_train_chunk_sizes or [1] * len(config.memory_specs)
     return [C**-0.5 if kind == "train_chunk" else min(1.0, CAP_TOKENS / C) if kind == "capped" else 1.0 for C in sizes]
+
+
+class Beside:
+    """A layer's memory as its attention gets it: no module, which hooks on the attention would move like a tensor."""
+
+    def __init__(self, memory: "TNTMemory"):
+        self.read, self.gate, self.shared = memory, memory.gate, memory.shared
 
 
 class TNTMemory(nn.Module):
@@ -259,8 +271,9 @@ class TNTMemory(nn.Module):
             return False
         for i in range(len(state.memories)):
             unit = self.memories._modules[str(i)]
-            if unit._forward_hooks or unit._forward_pre_hooks or "forward" in vars(unit):
-                return False
+            for module in (unit, unit._modules["weights"]):
+                if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                    return False
         return torch.compiler.is_compiling() or state.is_writable(dtype)
 
     def _step(self, hidden_states, shared, layout, state, mask, clock, output_surprise):

@@ -44,8 +44,21 @@ FINGERPRINT = (
 )  # fmt: skip
 
 
-class _StatefulBatch:
-    """Batch operations the library defines for keys and values only."""
+class _Stateful:
+    """Batch operations that the library defines for keys and values only, and those it defines but a memory cannot."""
+
+    is_croppable = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """
+        Raises:
+            ValueError: `tokens_to_remove` is not 0.
+        """
+        if tokens_to_remove:
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove}: a memory cannot forget tokens, so its cache cannot be cropped"
+                " (assisted decoding needs that)."
+            )
 
     def _map_states(self, function: Callable[[Tensor], Tensor]) -> None:
         for states in (self.conv_states, self.recurrent_states):
@@ -80,11 +93,11 @@ class _ValidWindow:
         return keys, values
 
 
-class TNTFullLayer(_StatefulBatch, LinearAttentionAndFullAttentionLayer):
+class TNTFullLayer(_Stateful, LinearAttentionAndFullAttentionLayer):
     """Memory state and the keys and values of full attention."""
 
 
-class TNTSlidingLayer(_StatefulBatch, _ValidWindow, LinearAttentionAndSlidingWindowAttentionLayer):
+class TNTSlidingLayer(_Stateful, _ValidWindow, LinearAttentionAndSlidingWindowAttentionLayer):
     """Memory state and the keys and values of a sliding window."""
 
 
@@ -128,6 +141,16 @@ class TNTCache(DynamicCache):
             for name, x in self._tensors().items()
             if name.split(".")[2] in ("conv", "state")
         )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """
+        Without a memory as in the library.
+
+        Raises:
+            ValueError: there is a memory, which cannot forget tokens; nothing is removed then.
+        """
+        for layer in self._memory_layers() or self.layers:
+            layer.crop(tokens_to_remove)
 
     def cached_window(self, layer_idx: int) -> int:
         """Keys that a layer holds, before this call's are added."""

@@ -38,7 +38,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .branch_tnt import TNTInitialWeights, TNTMemory, TNTMemoryUnit
+from .branch_tnt import Beside, TNTInitialWeights, TNTMemory, TNTMemoryUnit
 from .cache_tnt import FINGERPRINT, TNTCache
 from .configuration_tnt import LAYER_TYPES, TNTConfig
 from .convolution_tnt import TNTCausalConv
@@ -195,7 +195,7 @@ class TNTAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
-        memory: "TNTMemory | None" = None,
+        memory: Beside | None = None,
         memory_inputs: dict[str, Any] | None = None,
         valid: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -209,7 +209,7 @@ class TNTAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if memory is not None:
             shared = tuple(x.flatten(-2) for x in (query, key, value)) if memory.shared else None
-            memory_output, _ = memory(hidden_states, shared, past_key_values, **memory_inputs)
+            memory_output, _ = memory.read(hidden_states, shared, past_key_values, **memory_inputs)
 
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if query.shape[2] == 1:  # for one token the number of calls is what counts: query and key heads as one
@@ -293,7 +293,7 @@ class TNTDecoderLayer(GradientCheckpointingLayer):
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
-                memory=self.memory if self.variant == "mag" else None,
+                memory=Beside(self.memory) if self.variant == "mag" else None,
                 memory_inputs=memory_inputs,
                 valid=memory_inputs["mask"],
                 **kwargs,
@@ -724,6 +724,15 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             surprise=outputs.surprise,
         )
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Its paged cache has no place for a memory's state."""
+        if self.config.memory_layer_indices:
+            raise ValueError(
+                "generate_batch and continuous batching: their cache keeps no memory state; use generate() with rows"
+                " padded on the left."
+            )
+        return super().init_continuous_batching(*args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(
