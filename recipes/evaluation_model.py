@@ -6,6 +6,7 @@ base. Documents are text that no training of this package reads by default, or w
 
 import json
 from collections.abc import Iterable
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def training_note(folder: Path, data: str, held_out: float) -> str | None:
         name, share = training["name"], training.get("eval_share") or 0.0
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not trained by a recipe
-    if name not in (data, portable(data)) or 0 < held_out <= share:
+    same = normpath(name) in (normpath(data), normpath(portable(data)))
+    if not same or 0 < held_out <= share:
         return None
     return f"the model was trained on {data} with eval_share={share}, so the text it is evaluated on is not held out"

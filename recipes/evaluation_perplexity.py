@@ -9,6 +9,7 @@ Axis legend
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,8 +134,15 @@ def by_document(rows: Rows, losses: list[Tensor], first: int = 1, last: int | No
 
 
 def perplexity(sums: Tensor, counts: Tensor) -> dict[str, Any]:
-    """`perplexity`, its `standard_error` over documents (`None` for one document) and `tokens`."""
+    """
+    `perplexity`, its `standard_error` over documents (`None` for one document) and `tokens`.
+
+    Raises:
+        ValueError: a mean loss that no float64 holds the exp of.
+    """
     mean, error = mean_and_error(sums, counts)
+    if mean > math.log(sys.float_info.max):
+        raise ValueError(f"perplexity: the mean loss is {mean:,.0f} nats per token, too much to exponentiate")
     value = math.exp(mean)
     tokens = int(counts.sum())
     return {"perplexity": value, "standard_error": None if error is None else value * error, "tokens": tokens}

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerState
 from transformers.utils import logging as hf_logging
 
+from tnt_hf.recipes.callbacks import ChunkSizeSchedule
 from tnt_hf.recipes.checkpoints import (
     callback_settings,
     check_same_run,
@@ -94,17 +95,29 @@ class ResumableTrainer(Trainer):
         if self.had_ended:
             self._load_from_checkpoint(str(self._resumed))
             self._restore_progress()
+            self._end_again()
         else:
             self.train(resume_from_checkpoint=None if self._resumed is None else str(self._resumed))
         self.seconds = time.perf_counter() - self._begun
 
+    def _end_again(self) -> None:
+        """What training ends with, where only the results of a run are missing."""
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            self._load_best_model()
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ChunkSizeSchedule):
+                callback.on_train_begin(self.args, self.state, self.control, model=self.model)
+
     # ------------------------------------------------------------------------------------------------------- resuming
 
     def _checkpoint(self, resume: str | os.PathLike) -> Path | None:
-        newest = latest_complete_checkpoint(self.folder) if resume in ("auto", "never") else Path(resume)
+        automatic = resume in ("auto", "never")
+        newest = latest_complete_checkpoint(self.folder, intact=resume == "auto") if automatic else Path(resume)
         if resume == "never" and newest is not None:
             raise ValueError(f"resume='never': {self.folder} holds {newest.name} already; choose another output_dir")
-        if resume not in ("auto", "never") and (why := fault(newest)) is not None:
+        if not automatic and not newest.is_dir():
+            raise ValueError(f"resume={str(resume)!r}: there is no such folder; name a checkpoint, or leave it out")
+        if not automatic and (why := fault(newest, intact=True)) is not None:
             raise ValueError(f"resume={str(resume)!r}: is no complete checkpoint, {why}")
         if dist.is_initialized():
             found: list[Any] = [None] * dist.get_world_size()

@@ -196,7 +196,8 @@ def evaluation_results(model: Model) -> str:
         return ""
     command = model.evaluation.get("command")
     folder = model.folder / "evaluation"
-    parts = [f"```bash\n{portable_command(command)}\n```" if command else "", *found]
+    warnings = "\n".join(f"- Warning: {text(portable(note))}." for note in model.evaluation.get("warnings", []))
+    parts = [f"```bash\n{portable_command(command)}\n```" if command else "", warnings, *found]
     parts += ["\n".join(f"![{p.stem}](evaluation/{p.name})" for p in sorted(folder.glob("*.png")))]
     return "\n\n".join(part for part in parts if part)
 
@@ -252,7 +253,7 @@ def hub_datasets(model: Model) -> list[str]:
 
 
 def model_index(model: Model) -> list[EvalResult]:
-    """The evaluation as the Hub's model-index has it."""
+    """The evaluation as the Hub's model-index has it, which has no place for what `tnt eval` warns of."""
     found, rows = model.evaluation, []
 
     def add(dataset: str, kind: str, metric: str, value: float) -> None:
@@ -264,7 +265,7 @@ def model_index(model: Model) -> list[EvalResult]:
         rows.append(EvalResult(**task, **kind, **metric, metric_value=float(f"{value:.6g}")))
 
     perplexity = found.get("perplexity") or {}
-    if perplexity.get("overall") is not None:
+    if perplexity.get("overall") is not None and not found.get("warnings"):
         data = data_name(perplexity.get("data") or "held-out text").strip("`")
         add(data, data if HUB_ID.fullmatch(data) else "text", ("perplexity", "Perplexity"), perplexity["overall"])
     for entry in found.get("passkey") or []:

@@ -225,12 +225,14 @@ def _closest(name: Any, known: Any) -> str:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """`new` over `old`, mapping by mapping; null empties a mapping."""
+    """`new` over `old`, mapping by mapping; null empties a mapping. YAML's numbers are keys too: 6 is "6"."""
     if isinstance(old, dict) and new is None:
         return {}
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
-    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+    known = {str(key): key for key in old}
+    named = {known.get(str(key), key): value for key, value in new.items()}
+    return old | {key: _merged(old.get(key), value) for key, value in named.items()}
 
 
 def _parsed(value: Any) -> Any:

@@ -130,6 +130,8 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     rows_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     if run.train_tokens is not None:
         args.max_steps = math.ceil(run.train_tokens / (rows_per_step * recipe.data.sequence_length))
+    if args.device.type == "cpu" and args.fp16:
+        raise ValueError("fp16=True: has no effect on a CPU; use bf16")
     if args.device.type == "cpu":
         args.dataloader_pin_memory = False  # there is nothing to pin it for
     say = (lambda line: print(line, flush=True)) if args.process_index == 0 else (lambda line: None)

@@ -19,6 +19,7 @@ from tnt_hf.conversion import convert_checkpoint, inject, lora_config
 from tnt_hf.recipes.data import read_corpus, train_tokenizer
 from tnt_hf.recipes.evaluate import TASKS, evaluate
 from tnt_hf.recipes.evaluation_model import documents_of, load_model, texts_of, training_note
+from tnt_hf.recipes.evaluation_perplexity import perplexity
 from tnt_hf.recipes.evaluation_report import FORMAT, write_evaluation
 
 
@@ -316,6 +317,14 @@ def test_training_on_the_same_text_is_told(tmp_path):
     assert note({"name": "python-stdlib", "eval_share": 0.05}, 0.05) is None
     assert note({"name": "other"}, 0.05) is None
     assert training_note(tmp_path / "none", "python-stdlib", 0.05) is None
+    note({"name": "./texts/a.jsonl"}, 0.0)
+    assert "is not held out" in training_note(tmp_path, "texts/a.jsonl", 0.0), "however the path is spelled"
+    assert training_note(tmp_path, "texts/b.jsonl", 0.0) is None
+
+
+def test_a_loss_beyond_every_perplexity_is_refused():
+    with pytest.raises(ValueError, match="perplexity: the mean loss is 4,000 nats per token"):
+        perplexity(torch.tensor([8000.0]).double(), torch.tensor([2.0]).double())
 
 
 def test_a_context_too_short_for_a_task_skips_it_before_the_others_run(tokenizer):

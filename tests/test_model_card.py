@@ -99,6 +99,20 @@ def test_every_figure_of_the_results_is_in_the_card(run):
     assert "read 99,968 tokens, in rows of 128" in sections(card)["Limits"]
 
 
+def test_what_the_evaluation_warns_of_is_in_the_card(run, tmp_path):
+    folder = copied(run, tmp_path)
+    path = folder / "evaluation" / "evaluation.json"
+    found = json.loads(path.read_text())
+    assert "perplexity" in [
+        x["metrics"][0]["type"] for x in metadata(model_card(folder, "user/books"))["model-index"][0]["results"]
+    ]
+    path.write_text(json.dumps(found | {"warnings": ["the text it is evaluated on is not held out"]}))
+    card = model_card(folder, "user/books")
+    assert "- Warning: the text it is evaluated on is not held out." in sections(card)["Results"]
+    shown = metadata(card).get("model-index", [{"results": []}])[0]["results"]
+    assert "perplexity" not in [x["metrics"][0]["type"] for x in shown]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_architecture_is_counted_and_not_claimed(dtype, run, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(run, dtype=dtype)

@@ -16,7 +16,7 @@ from tnt_hf import TNTConfig
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.arguments import MODES, NEW_MODELS, DataArguments, ModelArguments, RunArguments
 from tnt_hf.recipes.recipe_file import TRAINER_DEFAULTS, find_recipe, packaged_recipes, read_recipe
-from tnt_hf.recipes.train import TRAINER_HELP, by_dataclass, help_text, main, marked
+from tnt_hf.recipes.train import TRAINER_HELP, by_dataclass, help_text, main, marked, prepare
 
 
 ROOT = Path(__file__).parents[1]
@@ -85,6 +85,19 @@ def test_the_help_tells_the_defaults():
     assert set(packaged_recipes()) >= {
         f"tnt_debug/{name}" for name in ("stage1", "stage2", "align", "distill", "sft", "long")
     }
+
+
+def test_an_entry_with_a_number_for_a_name_is_overridden_like_any_other(file):
+    found = read(*file("chunk_size_schedule: {2: [2, 4], 6: [1, 2]}"), "--chunk_size_schedule.6", "2")
+    assert found.run.chunk_size_schedule == {2: [2, 4], 6: 2}
+    found = read(*file("chunk_size_schedule: {2: [2, 4]}"), "--chunk_size_schedule.6", "2")
+    assert {int(step): sizes for step, sizes in found.run.chunk_size_schedule.items()} == {2: [2, 4], 6: 2}
+
+
+def test_half_precision_that_a_cpu_does_not_train_in_is_refused(file, tmp_path):
+    with pytest.raises(ValueError, match="fp16=True: has no effect on a CPU; use bf16"):
+        prepare([*file("tokenizer: somewhere"), "--use_cpu", "--fp16", "--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 # --- file and command line ------------------------------------------------------------------------------------------

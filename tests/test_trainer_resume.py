@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import get_peft_model
-from train_killer import samples, trainer
+from train_killer import CONFIG, samples, trainer
 from transformers import TrainerState, TrainingArguments
 
 from tnt_hf.conversion import lora_config
@@ -86,6 +86,22 @@ def test_only_complete_checkpoints_count(copy, caplog):
     assert latest_complete_checkpoint(copy) is None
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"])
+def test_a_checkpoint_that_has_changed_is_not_gone_on_from(copy, name):
+    first, last = checkpoints(copy)
+    weights = last / "model.safetensors"
+    expected, damaged = weights.read_bytes(), bytearray((last / name).read_bytes())
+    damaged[-9] ^= 1
+    (last / name).write_bytes(damaged)
+    assert fault(last) is None and fault(last, intact=True).startswith(f"{name} is not what was written: its SHA-256")
+    assert latest_complete_checkpoint(copy, intact=True) == first
+    state = {"digest": "abc", "shuffle": {"seed": 1}}
+    with pytest.raises(ValueError, match=f"checkpoint-4'?: is no complete checkpoint, {name} is not what was written"):
+        trainer(copy, data_state=state, **SHORT).fit(resume=last)
+    trainer(copy, data_state=state, **SHORT).fit()
+    assert weights.read_bytes() == expected and fault(last, intact=True) is None
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": 3}'])
 def test_an_unreadable_seal_is_no_seal(copy, text):
     last = checkpoints(copy)[-1]
@@ -141,6 +157,11 @@ def test_a_checkpoint_can_be_named(copy):
         trainer(copy, data_state=state, **SHORT).fit(resume=last)
 
 
+def test_a_folder_that_is_not_there_cannot_be_named(tmp_path):
+    with pytest.raises(ValueError, match="resume='.*nowhere': there is no such folder"):
+        trainer(tmp_path, **SHORT).fit(resume=tmp_path / "nowhere")
+
+
 def test_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path):
     trainer(tmp_path, save_only_model=True, max_steps=1).fit()
     with pytest.raises(ValueError, match="checkpoint-1 was saved with save_only_model=True"):
@@ -162,6 +183,20 @@ def test_a_run_that_has_ended_takes_no_further_step(copy, caplog):
     assert (copy / "model.safetensors").read_bytes() == before and again.state.global_step == 4
     record = json.loads((copy / "training.json").read_text())
     assert record["steps"] == 4 and record["metrics"] == metrics and record["tokens_trained"] == 4 * 4 * 32
+
+
+def test_a_run_that_died_in_its_last_save_ends_with_the_best_weights_and_the_last_chunk_sizes(tmp_path):
+    settings = {"max_steps": 6, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": False}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    metrics = trainer(tmp_path, **settings).fit()
+    names = ("model.safetensors", "config.json")
+    expected = [(tmp_path / name).read_bytes() for name in names]
+    assert expected[0] == (tmp_path / "checkpoint-2" / names[0]).read_bytes(), "the best is not the last"
+    assert json.loads(expected[1])["local_chunk_sizes"] == [4, 8] != CONFIG["local_chunk_sizes"]
+    for name in (*names, "training.json"):
+        (tmp_path / name).unlink()
+    assert trainer(tmp_path, **settings).fit() == metrics
+    assert [(tmp_path / name).read_bytes() for name in names] == expected
 
 
 def test_a_run_that_has_ended_and_has_its_results_writes_none_of_them(copy):
