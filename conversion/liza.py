@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from tnt_hf.gate_tnt import wide
+from tnt_hf.gate_tnt import TNTMixingWeight, wide
 
 from .architectures import Heads
 from .injected_cache import read_state, write_state
@@ -24,7 +24,7 @@ DECAY_START = math.log(0.999 / 0.001)  # a learned alpha starts at 0.999
 DECAY_ROOT = 16  # a pooled alpha is the 16th root of a sigmoid near 1/2, or it would forget within a few tokens
 
 
-class LiZAMemory(nn.Module):
+class LiZAMemory(TNTMixingWeight):
     """
     The `memory` of an attention module: joins attention's output and a linear operator's.
 
@@ -57,14 +57,6 @@ class LiZAMemory(nn.Module):
                 self.decay_proj = nn.Linear(heads.hidden, heads.key_value)
                 nn.init.zeros_(self.decay_proj.weight)
                 nn.init.constant_(self.decay_proj.bias, DECAY_START)
-
-    def _apply(self, fn, recurse=True):
-        # A cast of the model must not round a schedule's weight.
-        weight = self.weight
-        super()._apply(fn, recurse)
-        if self.weight.dtype != torch.float32:
-            self.weight = nn.Buffer(weight.to(self.weight.device))
-        return self
 
     def forward(
         self,

@@ -21,7 +21,7 @@ def same(offloaded, model):
     ids = tokens(2, 21)
     with torch.no_grad():
         assert torch.equal(offloaded(ids).logits, model(ids).logits)
-    settings = {"max_new_tokens": 12, "do_sample": False}
+    settings = {"max_new_tokens": 16, "do_sample": False}  # beyond a reset, which takes W_init anew
     assert torch.equal(offloaded.generate(ids, **settings), model.generate(ids, **settings))
 
 

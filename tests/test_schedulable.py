@@ -3,8 +3,10 @@
 import pytest
 import torch
 from tiny import tiny_config, tiny_model, tokens
+from tiny_hosts import tiny_host
 
 from tnt_hf import TNTCache, TNTForCausalLM
+from tnt_hf.conversion import LiZAConfig, inject
 
 
 WINDOWS = {
@@ -80,6 +82,20 @@ def test_a_scheduled_mixing_weight_is_saved_and_loaded_in_full_precision(tmp_pat
     model.save_pretrained(tmp_path)
     weight = TNTForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).model.layers[0].memory.gate.weight
     assert weight == torch.tensor(0.3)
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half"])
+@pytest.mark.parametrize("kind", ["TNT", "LiZA"])
+def test_a_cast_of_the_model_does_not_round_a_mixing_weight(kind, cast):
+    if kind == "TNT":
+        model = tiny_model(torch.float32, memory_gate="mix", memory_gate_init=0.3)
+    else:
+        model = inject(tiny_host("llama", torch.float32), LiZAConfig(weight=0.3))
+    getattr(model, cast)()
+    layer = model.model.layers[0]
+    weight = (layer.memory.gate if kind == "TNT" else layer.self_attn.memory).weight
+    assert weight == torch.tensor(0.3) and weight.dtype == torch.float32
+    model(tokens(1, 9))
 
 
 def test_a_mixing_weight_of_zero_is_silent_whatever_the_memory_holds():

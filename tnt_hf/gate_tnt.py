@@ -49,7 +49,18 @@ class TNTGateLinear(nn.Linear):
         self.bias_start, self.zero_weight = bias_start, zero_weight
 
 
-class TNTMemoryGate(nn.Module):
+class TNTMixingWeight(nn.Module):
+    """Base of modules whose buffer `weight` a schedule sets: casting the model to half precision does not round it."""
+
+    def _apply(self, fn, recurse=True):
+        weight = self._buffers.get("weight")
+        super()._apply(fn, recurse)
+        if weight is not None and self.weight.dtype.itemsize < 4:
+            self.weight = nn.Buffer(weight.to(self.weight.device))
+        return self
+
+
+class TNTMemoryGate(TNTMixingWeight):
     """How memory joins attention, on the `[B, T, Q]` layout before o_proj: `memory_gate` of [`TNTConfig`]."""
 
     def __init__(self, config: TNTConfig):
