@@ -103,10 +103,15 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, dict]]:
-    """An array of objects, or objects one per line, which many files called `.json` are."""
+    """An array of objects, one object, or objects one per line, which many files called `.json` are."""
     text = _decode(path, _bytes(path), 0, "utf-8-sig")
     if text.lstrip()[:1] != "[":
-        yield from _json_lines(path)
+        try:
+            row = json.loads(text)
+        except (RecursionError, ValueError):
+            yield from _json_lines(path)
+        else:
+            yield str(path), _object(str(path), row)
         return
     try:
         rows = json.loads(text)
@@ -134,9 +139,13 @@ def _open_parquet(path: Path):
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path, memory_map=True)
+        file = pyarrow.parquet.ParquetFile(path, memory_map=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable Parquet file: {error}") from error
+    names = file.schema_arrow.names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{path}: has several columns named {twice[0]!r}")
+    return file
 
 
 def _parquet_rows(path: Path, columns: set[str] | None) -> Iterator[tuple[str, dict]]:

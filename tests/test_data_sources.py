@@ -15,6 +15,7 @@ import pytest
 from tnt_hf.recipes.arguments import DataArguments
 from tnt_hf.recipes.data import read_corpus, train_tokenizer
 from tnt_hf.recipes.encoding import TextEncoder, pieces_of, tokenizer_digest
+from tnt_hf.recipes.file_formats import records
 from tnt_hf.recipes.packing import IGNORED
 from tnt_hf.recipes.sources import read_texts
 from tnt_hf.recipes.token_store import cached_store
@@ -318,6 +319,18 @@ def test_a_file_that_changes_while_it_is_read_is_told(cache, tmp_path):
     with pytest.raises(ValueError, match=r"a.txt was changed while it was read"):
         build(tokenizer, path)
     assert [x.suffix for x in (cache / "tnt-hf").iterdir()] == [".lock"]
+
+
+def test_one_json_object_may_take_several_lines(tmp_path):
+    write(tmp_path / "a.json", json.dumps({"text": "one", "id": [1, 2]}, indent=2))
+    assert [row for _, row in records(tmp_path / "a.json")] == [{"text": "one", "id": [1, 2]}]
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet: has several columns named 'text'"):
+        list(records(tmp_path / "a.parquet"))
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
