@@ -29,7 +29,7 @@ class LiZAMemory(TNTMixingWeight):
     The `memory` of an attention module: joins attention's output and a linear operator's.
 
     Attributes:
-        weight: w, a 0-dim float32 buffer, saved with the model and set by schedules.
+        weight: w, a 0-dim buffer of float32 at least, saved with the model and set by schedules.
         state_slots: tensors it keeps in a cache layer, the operator's state and how many tokens it has read.
     """
 

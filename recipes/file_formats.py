@@ -108,7 +108,9 @@ def _json(path: Path) -> Iterator[tuple[str, dict]]:
     if text.lstrip()[:1] != "[":
         try:
             row = json.loads(text)
-        except (RecursionError, ValueError):
+        except (RecursionError, ValueError) as error:
+            if isinstance(error, json.JSONDecodeError) and error.msg != "Extra data":
+                raise _invalid(path, error) from error
             yield from _json_lines(path)
         else:
             yield str(path), _object(str(path), row)
@@ -116,13 +118,17 @@ def _json(path: Path) -> Iterator[tuple[str, dict]]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: invalid JSON: {error.msg} (column {error.colno})") from error
+        raise _invalid(path, error) from error
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{path}: JSON that cannot be read: {error}") from error
     del text
     for number, row in enumerate(rows):
         place = f"{path}, element {number}"
         yield place, _object(place, row)
+
+
+def _invalid(path: Path, error: json.JSONDecodeError) -> ValueError:
+    return ValueError(f"{path}, line {error.lineno}: invalid JSON: {error.msg} (column {error.colno})")
 
 
 def _object(place: str, row) -> dict:

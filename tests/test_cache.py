@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import MODES, left_padded, tiny_config, tiny_model, tokens
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from tnt_hf import TNTCache, memory_state_bytes
 from tnt_hf.cache_tnt import FINGERPRINT
@@ -191,6 +191,27 @@ def test_rows_end_one_by_one_without_a_memory():
     goes_on_after_rows_ended(tiny_model(memory_layers=[], layer_types=None), CACHES["ours"], 3, False)
 
 
+@pytest.mark.parametrize("layer_types", [None, ["full_attention"] * 2], ids=["window", "full attention"])
+def test_rows_end_one_by_one_in_a_compiled_model(layer_types):
+    torch.compiler.reset()
+    model = tiny_model(layer_types=layer_types)
+    model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    goes_on_after_rows_ended(model, CACHES["ours"], 3, False)
+
+
+@pytest.mark.parametrize("layer_types", [None, ["full_attention"] * 2], ids=["window", "full attention"])
+def test_a_static_cache_is_decoded_from_in_one_graph(layer_types):
+    """As `generate` does by itself on a GPU."""
+    torch.compiler.reset()
+    model, (ids, mask) = tiny_model(layer_types=layer_types), left_padded([tokens(9), tokens(6, seed=3)])
+    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    found = model.generate(ids, cache_implementation="static", compile_config=compiled, **settings)
+    assert torch.equal(found, model.generate(ids, **settings))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
 def goes_on_after_rows_ended(model, make, pads, sample):
     ids, mask = left_padded([tokens(9), tokens(9 - pads, seed=3)])
     settings = {"max_new_tokens": 12, "do_sample": sample, "pad_token_id": 0}
@@ -200,7 +221,7 @@ def goes_on_after_rows_ended(model, make, pads, sample):
     torch.manual_seed(0)
     out = model.generate(ids, attention_mask=mask, eos_token_id=eos, past_key_values=cache, **settings)
     ended = [row.index(eos) if eos in row else 11 for row in out[:, 9:].tolist()]
-    assert ended[1] > ended[0] + 2 and (out[0, 10 + ended[0] :] == 0).all()
+    assert ended[1] > ended[0] + 2 and (out[0, 10 + ended[0] :] == 0).all() and cache.ended.rows is None
     valid = torch.arange(out.shape[1] - 9) <= torch.tensor(ended)[:, None]
     mask = torch.cat([mask, valid.long(), torch.ones(2, 4, dtype=torch.long)], 1)
     out = torch.cat([out, tokens(2, 4, seed=8)], 1)
@@ -232,6 +253,14 @@ def test_without_a_memory_a_cache_can_be_cropped():
 def test_continuous_batching_is_refused():
     with pytest.raises(ValueError, match="continuous batching: their cache keeps no memory state"):
         tiny_model().generate_batch([[3, 4, 5], [6, 7]])
+
+
+def test_generate_refuses_a_contradicting_mask_for_a_single_token():
+    model, ids, mask = tiny_model(), tokens(2, 9), torch.ones(2, 10, dtype=torch.long)
+    cache = filled(model, ids)
+    mask[0, :3] = 0
+    with pytest.raises(ValueError, match=r"\[6, 9\] of the 9 cached tokens.*has read \[9, 9\]"):
+        model.generate(tokens(2, 10), past_key_values=cache, attention_mask=mask, max_new_tokens=2)
 
 
 def test_a_mask_that_contradicts_what_the_memory_has_read_is_refused():

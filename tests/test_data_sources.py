@@ -324,6 +324,9 @@ def test_a_file_that_changes_while_it_is_read_is_told(cache, tmp_path):
 def test_one_json_object_may_take_several_lines(tmp_path):
     write(tmp_path / "a.json", json.dumps({"text": "one", "id": [1, 2]}, indent=2))
     assert [row for _, row in records(tmp_path / "a.json")] == [{"text": "one", "id": [1, 2]}]
+    write(tmp_path / "b.json", '{\n "text": "one",\n "id": [1, 2\n}')
+    with pytest.raises(ValueError, match="b.json, line 4: invalid JSON"):
+        list(records(tmp_path / "b.json"))
 
 
 def test_columns_of_one_name_are_refused(tmp_path):

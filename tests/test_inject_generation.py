@@ -291,7 +291,7 @@ def test_going_on_needs_the_mask_of_all_tokens():
     cache = model(ids, attention_mask=torch.ones_like(mask), use_cache=True).past_key_values
     model(ids[:, :1], past_key_values=cache, use_cache=True)  # nothing was padding
     cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="attention_mask is None, but some of the 5 tokens"):
+    with pytest.raises(ValueError, match="attention_mask is None or all ones, but some of the 5 tokens"):
         model(ids[:, :1], past_key_values=cache, use_cache=True)
     with pytest.raises(ValueError, match="attention_mask has 1 columns"):
         model(ids[:, :1], attention_mask=mask[:, -1:], past_key_values=cache, use_cache=True)

@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 from peft import get_peft_model
+from tiny import tiny_model, tokens
+from torch.nn import functional as F
 from train_killer import CONFIG, samples, trainer
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import tnt_hf
 from tnt_hf import TNTConfig, TNTForCausalLM
@@ -297,6 +299,16 @@ def test_what_the_optimizer_refuses_is_known_before_the_run(tmp_path, changes, m
 def test_what_no_objective_does_is_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor=0.1"):
         trainer(tmp_path, label_smoothing_factor=0.1)
+
+
+def test_the_librarys_trainer_smooths_the_labels_of_the_next_token(tmp_path):
+    model, ids = tiny_model(torch.float32), tokens(2, 20)
+    stock = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=0.1))
+    with torch.no_grad():
+        found = stock.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+        logits = model(ids).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)  # float32, summed in another order
 
 
 # --- what is left ---

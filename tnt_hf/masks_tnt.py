@@ -65,7 +65,7 @@ def build_masks(
             "sliding_attention": _full_window(config, past_key_values, inputs_embeds),
             "full_attention": None,
         }
-    by_valid_tokens = padded and implementation in ("sdpa", "eager") and not torch.compiler.is_compiling()
+    by_valid_tokens = padded and implementation in ("sdpa", "eager")
     by_valid_tokens = by_valid_tokens and isinstance(past_key_values, TNTCache | None)
     same_document = None
     if segment_ids is not None:

@@ -33,6 +33,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -311,7 +312,9 @@ class TNTDecoderLayer(GradientCheckpointingLayer):
 
 def one_token_clock(cache: Cache | None, layout: StateLayout, valid: Tensor | None) -> Clock | None:
     """The clock of one token after `cache`, read once for all layers; `valid` `[B, 1]` bool."""
-    if torch.compiler.is_compiling() or not layout.layers or not cache.layers[layout.layers[0]].has_previous_state[0]:
+    if cache is None or torch.compiler.is_compiling() or not layout.layers:
+        return None
+    if not cache.layers[layout.layers[0]].has_previous_state[0]:
         return None
     time = cache.layers[layout.layers[0]].recurrent_states[layout.slots - 1]
     return Clock.of(time, None if valid is None else valid[:, 0])
@@ -388,18 +391,25 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
                 f"attention_mask has {attention_mask.shape[1]} columns, but past_key_values holds {past} tokens and"
                 f" {length} are new: it must cover all {past + length}."
             )
-        # the mask of a single token is that of the call before it and one column
-        read = None if length == 1 else tokens_read(cache)
-        if read is not None and (said := attention_mask[:, :past].bool().sum(1)).tolist() != read.tolist():
-            raise ValueError(
-                f"attention_mask calls {said.tolist()} of the {past} cached tokens of each row valid, but the memory"
-                f" has read {read.tolist()}, and cannot forget: pass the mask they were read with, or go on without"
-                " the cache."
-            )
+        if length > 1:  # `generate` looks at the start, and a token later its mask has a column more
+            check_mask(cache, attention_mask, past)
     elif attention_mask is None and getattr(cache, "holds_padding", False):
         raise ValueError(
-            f"attention_mask is None, but some of the {past} tokens in past_key_values are padding: pass the mask of"
-            f" all {past + length} tokens."
+            f"attention_mask is None or all ones, but some of the {past} tokens in past_key_values are padding"
+            f" (`generate` feeds rows that have ended padding): pass the mask of all {past + length} tokens."
+        )
+
+
+def check_mask(cache: Cache, attention_mask: Tensor, past: int) -> None:
+    """
+    Raises:
+        ValueError: `attention_mask` `[B, past + T]` says that the memory has read another number of valid tokens.
+    """
+    said, read = attention_mask[:, :past].to(torch.bool).sum(1), tokens_read(cache)
+    if read is not None and len(read) == len(said) and said.tolist() != read.tolist():
+        raise ValueError(
+            f"attention_mask calls {said.tolist()} of the {past} cached tokens of each row valid, but the memory has"
+            f" read {read.tolist()}, and cannot forget: pass the mask they were read with, or go on without the cache."
         )
 
 
@@ -413,8 +423,8 @@ def tokens_read(cache: Cache) -> Tensor | None:
 
 @dataclass
 class EndedRows:
-    """Which rows `[B]` bool of a batch have ended in one call of `generate`, which feeds them padding from then on and
-    calls it valid: what is known here keeps it out of the memory."""
+    """Which rows `[B]` bool of a batch have ended in one call of `generate`, while others have not: it feeds them
+    padding and calls it valid, and what is known here keeps that out of the memory."""
 
     rows: Tensor | None = None
 
@@ -427,8 +437,10 @@ class NotingCriteria(StoppingCriteriaList):
         self.ended = ended
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        ended, before = super().__call__(input_ids, scores, **kwargs), self.ended.rows
-        self.ended.rows = ended if before is None else before | ended
+        ended = rows = super().__call__(input_ids, scores, **kwargs)
+        if self.ended.rows is not None:
+            rows = rows | self.ended.rows
+        self.ended.rows = rows if 0 < int(rows.sum()) < len(rows) else None
         return ended
 
 
@@ -650,7 +662,7 @@ class TNTModel(TNTPreTrainedModel):
             "mask": masks.get("memory"),
             "segment_ids": segment_ids,
             "output_surprise": output_surprise,
-            "clock": one_token_clock(past_key_values, layout, masks.get("memory")) if T == 1 and past else None,
+            "clock": one_token_clock(past_key_values, layout, masks.get("memory")) if T == 1 else None,
         }
 
         hidden_states = inputs_embeds
@@ -767,6 +779,8 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
                     " on from a cache pass the whole conversation as input_ids, or only the new tokens with an"
                     " attention_mask of all tokens."
                 )
+            if past and mask is not None and mask.ndim == 2:
+                check_mask(cache, mask, past)
         if cache is None and kind in (None, "dynamic") and generation_config.use_cache is not False:
             cache = model_kwargs["past_key_values"] = TNTCache(self.config)
         else:
@@ -788,7 +802,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         ended = None if cache is None else getattr(cache, "ended", EndedRows()).rows
-        if ended is not None and bool(ended.any()):
+        if ended is not None:
             if (mask := model_kwargs.get("attention_mask")) is None:
                 mask = torch.ones(len(ended), cache.get_seq_length() + 1, dtype=torch.long, device=ended.device)
             mask[:, -1] = ~ended
@@ -806,6 +820,11 @@ class TNTForTokenClassification(GenericForTokenClassification, TNTPreTrainedMode
 
 class TNTForQuestionAnswering(GenericForQuestionAnswering, TNTPreTrainedModel):
     """[`TNTModel`] with a span extraction head."""
+
+
+# `Trainer` shifts the labels of its label smoothing for the classes of this table alone: without it every position
+# would be trained to repeat its own token.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("tnt", "TNTForCausalLM")
 
 
 __all__ = [
