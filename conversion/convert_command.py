@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import re
 import shlex
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from tnt_hf.conversion.head_start import head_start
-from tnt_hf.settings import parse_yaml
+from tnt_hf.settings import accept_fields_after_options, parse_yaml
 
 
 EPILOG = """\
@@ -52,20 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-size", metavar="SIZE", help="of shards written anew (default 5GB)")
     parser.add_argument("--revision", metavar="R", help="branch, tag or commit of a Hub id")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    _accept_fields_after_options(parser)
-
-
-def _accept_fields_after_options(parser: argparse.ArgumentParser) -> None:
-    """`nargs="*"` takes what stands before the first option only; the rest comes back as unknown."""
-    parse = parser.parse_known_args
-
-    def parse_known_args(args=None, namespace=None):
-        found, rest = parse(args, namespace)
-        fields = [text for text in rest if re.match(r"[A-Za-z_]\w*=", text)]
-        found.fields = [*found.fields, *fields]
-        return found, [text for text in rest if text not in fields]
-
-    parser.parse_known_args = parse_known_args
+    accept_fields_after_options(parser, "fields")
 
 
 def run(options: argparse.Namespace) -> int:

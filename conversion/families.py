@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import CONFIG_MAPPING
@@ -197,9 +198,10 @@ def tnt_config(
     base |= _attention(base, window, full_attention_layers)
     for name in fields:
         if not (name in SETTABLE or name.startswith("memory_")) or name not in TNTConfig.__dataclass_fields__:
-            what = (
-                "is taken from the source" if name in TNTConfig.__dataclass_fields__ else "TNTConfig has no such field"
-            )
+            what = "is taken from the source"
+            if name not in TNTConfig.__dataclass_fields__:
+                near = get_close_matches(name, TNTConfig.__dataclass_fields__, n=1)
+                what = "TNTConfig has no such field" + (f"; did you mean {near[0]!r}?" if near else "")
             raise ValueError(f"{name}={fields[name]!r}: {what}")
     return TNTConfig(**base, **memory_fields(window or base["sliding_window"], fields))
 

@@ -151,7 +151,9 @@ def test_presets_are_the_documented_baselines():
         (["tnt", "sliding_window=0"], "sliding_window"),
         (["tnt", "hidden_size"], "FIELD=VALUE"),
         (["tnt", "--context", "0"], "--context 0"),
-        (["nowhere.yaml"], "'nowhere.yaml' is no file, folder, Hub id or preset"),
+        (["nowhere.yaml"], "'nowhere.yaml' is no file, folder, recipe, Hub id or preset"),
+        (["{folder}"], "is a folder without config.json"),
+        (["tnt_debug/stage3"], "'tnt_debug/stage3' is no recipe; there are tnt_debug/align, "),
         (["{folder}/list.yaml"], "must hold a mapping"),
         (["{folder}/llama.json"], "model_type='llama'"),
     ],
@@ -163,6 +165,15 @@ def test_info_names_the_mistake(arguments, message, tmp_path, capsys):
     assert main(["info", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and not printed.out
+
+
+def test_fields_may_stand_after_options(capsys):
+    assert main(["info", "titans", "num_hidden_layers=3", "--json"]) == 0
+    expected = capsys.readouterr().out
+    assert main(["info", "titans", "--json", "num_hidden_layers=3"]) == 0
+    assert capsys.readouterr().out == expected
+    with pytest.raises(SystemExit):
+        main(["info", "titans", "--json", "3"])
 
 
 def test_help_is_immediate_and_loads_no_torch():

@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     from tnt_hf import __version__
     from tnt_hf.presets import PRESETS
+    from tnt_hf.settings import accept_fields_after_options
 
     parser = argparse.ArgumentParser(prog="tnt", description="TNT test-time memory for Hugging Face Transformers.")
     parser.add_argument("--version", action="version", version=f"tnt-hf {__version__}")
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_argument("--context", type=int, metavar="TOKENS", help="default: max_position_embeddings")
     info.add_argument("--dtype", choices=ITEMSIZE, help="of the model (default: the configuration's, else float32)")
     info.add_argument("--json", action="store_true", help="print one JSON object")
+    accept_fields_after_options(info, "overrides")
     info.set_defaults(run=run_info)
 
     generate = commands.add_parser("generate", help="continue a prompt, printing as it goes")
@@ -124,8 +126,13 @@ def load_config(source: str, overrides: list[str]):
         fields = dict(PRESETS[source])
     elif path.is_file():
         fields = parse_yaml(path.read_text())  # every JSON file is YAML
+    elif Path(source).is_dir():
+        raise FileNotFoundError(f"{source!r} is a folder without config.json")
+    elif path.parts[:1] and path.parts[0] in {Path(name).parts[0] for name in packaged_recipes()}:
+        similar = [name for name in packaged_recipes() if Path(name).parts[0] == path.parts[0]]
+        raise FileNotFoundError(f"{source!r} is no recipe; there are {', '.join(similar)}")
     elif path.suffix or len(path.parts) != 2:
-        raise FileNotFoundError(f"{source!r} is no file, folder, Hub id or preset ({', '.join(PRESETS)})")
+        raise FileNotFoundError(f"{source!r} is no file, folder, recipe, Hub id or preset ({', '.join(PRESETS)})")
     else:
         fields, _ = PreTrainedConfig.get_config_dict(source)
     if not isinstance(fields, dict):

@@ -1,5 +1,6 @@
 """Values that people write on a command line or into a file of settings."""
 
+import argparse
 import re
 from typing import Any
 
@@ -29,3 +30,17 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{text[:60]!r} is no YAML ({' '.join(str(error).split())})") from error
+
+
+def accept_fields_after_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """`FIELD=VALUE`s anywhere on the command line. `name` is their argument, of which `nargs="*"` takes what stands
+    before the first option only; the rest comes back as unknown."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args=None, namespace=None):
+        found, rest = parse(args, namespace)
+        fields = [text for text in rest if re.match(r"[A-Za-z_]\w*=", text)]
+        setattr(found, name, [*getattr(found, name), *fields])
+        return found, [text for text in rest if text not in fields]
+
+    parser.parse_known_args = parse_known_args
