@@ -36,23 +36,34 @@ def grouped(axis, series: dict[str, dict[str, dict]], groups: list[str]) -> None
         error = [[x["median"] - x["min"] for x in entry.values()], [x["max"] - x["median"] for x in entry.values()]]
         axis.bar(place, middle, width, label=name, yerr=error, capsize=2)
     axis.set_xticks(range(len(groups)), groups)
-    axis.legend(fontsize=7)
 
 
-def lines(axis, series: dict[str, dict[str, dict]], **style) -> None:
-    """Lines of medians over a length in tokens, both axes logarithmic."""
-    from matplotlib import colormaps
-
-    axis.set_prop_cycle(color=colormaps["tab20"].colors)  # there may be more contestants than the usual ten colours
+def lines(axis, series: dict[str, dict[str, dict]], suffix: str = "", colors: dict | None = None, **style) -> None:
+    """Lines of medians over a length in tokens, both axes logarithmic, one colour for each name."""
+    colors = colors or _colors(series)
     for name, entry in series.items():
         lengths = sorted(map(int, entry))
         middle, low, high = ([entry[str(n)][key] for n in lengths] for key in ("median", "min", "max"))
-        (line,) = axis.plot(lengths, middle, marker="o", markersize=3, label=name, **style)
-        axis.fill_between(lengths, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        label = name + suffix
+        axis.plot(lengths, middle, marker="o", markersize=3, label=label, color=colors[name], **style)
+        axis.fill_between(lengths, low, high, color=colors[name], alpha=0.15, linewidth=0)
+    _tokens(axis)
+
+
+def _colors(names) -> dict[str, tuple]:
+    """There may be more contestants than the usual ten colours."""
+    from matplotlib import colormaps
+
+    return dict(zip(names, colormaps["tab20"].colors))
+
+
+def _tokens(axis) -> None:
+    """A logarithmic axis of tokens, 2k for 2,048."""
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
+    axis.xaxis.set_major_formatter(lambda n, _: f"{n / 1024:.0f}k" if n >= 1024 else f"{n:.0f}")
     axis.set_xlabel("tokens")
-    axis.grid(alpha=0.3)
+    axis.grid(alpha=0.3, which="both", linewidth=0.5)
 
 
 # ---------------------------------------------------------------------------------------------- one function per suite
@@ -73,10 +84,12 @@ def memory(report: dict, plt):
 
 
 def _ratios(found, targets, report, plt, clock):
-    figure, axis = plt.subplots(figsize=(9, 4.5))
+    figure, axis = plt.subplots(figsize=(9, 5))
     groups = sorted({group for entry in found.values() for group in entry}, key=lambda name: int(name.split()[-1]))
     grouped(axis, found, groups)
-    asked = ", ".join(f"{name}: {line}" for name, line in zip(targets, ("dashed", "dotted")))
+    axis.axhline(1, color="grey", linewidth=0.8)
+    axis.legend(fontsize=7, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.06))
+    asked = ", ".join(f"{name} {line}" for name, line in zip(targets, ("dashed", "dotted")))
     for style, (_, by_size) in zip(("--", ":"), targets.items()):
         for size, target in by_size.items():
             if f"C = {size}" in groups:
@@ -84,7 +97,7 @@ def _ratios(found, targets, report, plt, clock):
                 axis.hlines(target, x - 0.45, x + 0.45, colors="black", linestyles=style, linewidth=1)
     axis.set_yscale("log")
     axis.set_ylabel(f"times faster, {clock} time")
-    axis.set_title(f"forward + backward, {hardware(report)}; asked of {asked}", fontsize=9)
+    axis.set_title(f"forward + backward, {hardware(report)}; black lines: the goal against {asked}", fontsize=9)
     return figure
 
 
@@ -104,18 +117,17 @@ def decode(report: dict, plt):
     """Tokens per second of decoding and prefill, and cache bytes, over the context."""
     found = report["summary"]
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.5))
+    colors = _colors(dict.fromkeys(name for by_name in found["decode_tokens_per_second"].values() for name in by_name))
     for style, (batch_size, by_name) in zip(("-", "--", ":", "-."), found["decode_tokens_per_second"].items()):
-        axes[0].set_prop_cycle(None)  # a contestant has one colour, a batch size one style
-        lines(axes[0], {f"{name}, batch {batch_size}": x for name, x in by_name.items()}, linestyle=style)
-    lines(axes[1], found["prefill_tokens_per_second"])
+        lines(axes[0], by_name, f", batch {batch_size}", colors, linestyle=style)
+    lines(axes[1], found["prefill_tokens_per_second"], colors=colors)
     for name, sizes in found["cache_bytes"].items():
-        axes[2].plot([int(n) for n in sizes], list(sizes.values()), marker="o", markersize=3, label=name)
-    axes[2].set_xscale("log", base=2)
-    axes[2].set(yscale="log", xlabel="tokens")
-    axes[2].grid(alpha=0.3)
+        places = [int(n) for n in sizes]
+        axes[2].plot(places, list(sizes.values()), marker="o", markersize=3, label=name, color=colors[name])
+    _tokens(axes[2])
     for axis, title in zip(axes, ("decode, tokens/s", "prefill, tokens/s", "bytes of cache per row")):
         axis.set_title(title, fontsize=9)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, handlelength=4)
     figure.suptitle(f"{report['settings']['shape']} shape, {hardware(report)}", fontsize=9)
     return figure
 
