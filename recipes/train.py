@@ -95,7 +95,8 @@ def train(arguments: list[str]) -> dict[str, float]:
             raise KeyboardInterrupt(_stopped(output, trainer.state.global_step)) from error
     if first:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        print(f"{shown}; results are in {output}", flush=True)
+        before = "no step was left to train; " if trainer.had_ended else ""
+        print(f"{before}{shown}; results are in {output}", flush=True)
     return metrics
 
 

@@ -420,6 +420,16 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(folder, capfd, interrup
     assert latest_complete_checkpoint("stopped").name == f"checkpoint-{told[2]}"
 
 
+def test_a_run_that_has_ended_says_so(folder, capfd):
+    words = f"--dataset_name text --model tnt --max_steps 2 {NEW} {MEMORY} {COMMON} --output_dir ended".split()
+    words[words.index("--save_strategy") + 1] = "steps"
+    said = []
+    for _ in range(2):
+        assert main(words) == 0
+        said.append(capfd.readouterr().out.strip().splitlines()[-1])
+    assert said[1] == f"no step was left to train; {said[0]}"
+
+
 def test_a_model_of_other_shapes_is_refused(stage1, capsys):
     arguments = f"--mode long --model stage1 --intermediate_size 64 --dataset_name text --output_dir broken {COMMON}"
     assert main(arguments.split()) == 2
