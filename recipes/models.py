@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.utils import cached_file
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import convert_checkpoint, inject, load_injected, lora_config
@@ -144,7 +145,7 @@ def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
     options = _load_options(model)
     folder = Path(name)
     if (folder / ADAPTER).is_file():
-        _refuse_fields(name, model)
+        _refuse_fields(name, model, injected=True)
         with _naming("model", name, model.attn_implementation):
             return load_injected(name, is_trainable=True, **options).train()
     with _naming("model", name):
@@ -153,7 +154,7 @@ def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
         if model.inject:
             raise ValueError(f"inject={model.inject!r}: {name!r} is a TNT model, which has its memory")
         return _load_tnt(name, model)
-    _refuse_fields(name, model)
+    _refuse_fields(name, model, injected=hasattr(config, "tnt_injection"))
     if hasattr(config, "tnt_injection"):
         with _naming("model", name, model.attn_implementation):
             return load_injected(name, **options).requires_grad_(True).train()
@@ -185,11 +186,20 @@ def _load_tnt(name: str, model: ModelArguments) -> nn.Module:
 def _load_other(field: str, name: str, model: ModelArguments) -> nn.Module:
     """A causal language model of any architecture, with every one of its tensors from the checkpoint."""
     with _naming(field, name, model.attn_implementation):
+        if _holds_injection(name, model):
+            return load_injected(name, **_load_options(model))
         loaded, found = AutoModelForCausalLM.from_pretrained(
             name, output_loading_info=True, trust_remote_code=model.trust_remote_code, **_load_options(model)
         )
     _refuse_misfits(field, name, found, ("missing_keys", "mismatched_keys"))
     return loaded
+
+
+def _holds_injection(name: str, model: ModelArguments) -> bool:
+    """Whether a folder or Hub repository has a memory that the library alone would leave out."""
+    if (path := cached_file(name, ADAPTER, _raise_exceptions_for_missing_entries=False)) is not None:
+        return bool(json.loads(Path(path).read_text(encoding="utf-8")).get("tnt_injection"))
+    return hasattr(AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code), "tnt_injection")
 
 
 def _refuse_misfits(field: str, name: str, found: dict[str, Any], kinds: tuple[str, ...]) -> None:
@@ -256,6 +266,10 @@ def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None 
     """
     if trainable == "lora":
         if hasattr(model, "peft_config"):
+            own = model.peft_config[model.active_adapter].to_dict()
+            for name, value in (lora or {}).items():
+                if value != own.get(name) and not (isinstance(own.get(name), set) and set(value) == own[name]):
+                    raise ValueError(f"lora.{name}={value!r}: the adapter has {own.get(name)!r} and goes on as it is")
             return model
         from peft import get_peft_model
 
@@ -301,6 +315,8 @@ def load_teacher(name: str, model: ModelArguments) -> nn.Module:
     if source is not None:
         teacher = _load_other("teacher" if model.teacher else "source" if model.source else "model", source, model)
     else:
+        if (Path(name) / ADAPTER).is_file():
+            raise ValueError(f"teacher=None: must be given for {name!r}, an adapter")
         config = AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code)
         if config.model_type != "tnt":
             raise ValueError(f"teacher=None: must be given for {name!r}, a model of type {config.model_type!r}")
@@ -364,7 +380,9 @@ def _load_options(model: ModelArguments) -> dict[str, Any]:
     return options
 
 
-def _refuse_fields(name: str, model: ModelArguments) -> None:
+def _refuse_fields(name: str, model: ModelArguments, injected: bool) -> None:
+    if model.inject and injected:
+        raise ValueError(f"inject={model.inject!r}: {name!r} has an injected memory already")
     if model.model_config:
         field, value = next(iter(model.model_config.items()))
         raise ValueError(f"model_config.{field}={json.dumps(value)}: {name!r} is no TNT model, only those take fields")

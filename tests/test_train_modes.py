@@ -283,6 +283,31 @@ def test_sft_goes_on_from_its_adapter(teacher):
     assert torch.equal(logits(load_injected("adapter2")), logits(trainer.model))
 
 
+def test_an_adapter_is_a_teacher_with_its_memory(teacher):
+    run("speaker", "--mode sft --model teacher --inject.weight 0.3 --trainable lora --max_steps 1", data="talk.jsonl")
+    arguments = "--mode distill --model teacher --inject.kind tnt --trainable lora --max_steps 1 --teacher speaker"
+    _, trainer = run("distilled", arguments)
+    assert torch.equal(logits(trainer.teacher), logits(load_injected("speaker")))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--inject.weight 0.9", "inject={'weight': 0.9}: 'speaker' has an injected memory already"),
+        ("--lora.r 32", "lora.r=32: the adapter has 8 and goes on as it is"),
+        ("--mode distill", "teacher=None: must be given for 'speaker', an adapter"),
+    ],
+)
+def test_what_an_adapter_has_already_is_not_silently_kept(teacher, capsys, arguments, message):
+    if not Path("speaker").exists():
+        begun = "--mode sft --model teacher --inject.weight 0.3 --trainable lora --max_steps 1"
+        run("speaker", begun, data="talk.jsonl")
+    arguments = arguments if "--mode" in arguments else f"--mode sft {arguments}"
+    words = f"{arguments} --model speaker --trainable lora --max_steps 1 --dataset_name talk.jsonl {COMMON}"
+    assert main([*words.split(), "--output_dir", "refused"]) == 2
+    assert message in capsys.readouterr().err
+
+
 # --- the folder of a run --------------------------------------------------------------------------------------------
 
 
