@@ -176,7 +176,10 @@ class Beside:
     """A layer's memory as its attention gets it: no module, which hooks on the attention would move like a tensor."""
 
     def __init__(self, memory: "TNTMemory"):
-        self.read, self.gate, self.shared = memory, memory.gate, memory.shared
+        self.memory, self.gate, self.shared = memory, memory.gate, memory.shared
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        return self.memory(*args, **kwargs)
 
 
 class TNTMemory(nn.Module):

@@ -210,7 +210,7 @@ class TNTAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if memory is not None:
             shared = tuple(x.flatten(-2) for x in (query, key, value)) if memory.shared else None
-            memory_output, _ = memory.read(hidden_states, shared, past_key_values, **memory_inputs)
+            memory_output, _ = memory(hidden_states, shared, past_key_values, **memory_inputs)
 
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if query.shape[2] == 1:  # for one token the number of calls is what counts: query and key heads as one
