@@ -221,6 +221,8 @@ def _complete(
     if config.dtype not in STORED:
         raise ValueError(f"{checkpoint.name}: dtype={config.dtype}: must be one of {', '.join(map(str, STORED))}")
     config.architectures = ["TNTForCausalLM"]
+    if source_config._attn_implementation is not None:  # another one rounds differently
+        config.attn_implementation = source_config._attn_implementation
     # Tokenizer files without a class name get it from the model type, which says nothing about ours.
     named = checkpoint.companions.get("tokenizer_config.json")
     tokenizer = read_json(named) if named else {}

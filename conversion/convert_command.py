@@ -9,6 +9,7 @@ from typing import Any
 
 from tnt_hf.conversion.head_start import head_start
 from tnt_hf.settings import accept_fields_after_options, parse_yaml
+from tnt_hf.termination import orderly_termination
 
 
 EPILOG = """\
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Convert, and say in a few lines what was done. Raises ValueError or OSError for a mistake in the input."""
     settings, say = read_settings(options), lambda line: print(line, flush=True)
-    with ExitStack() as stack:
+    with orderly_termination(), ExitStack() as stack:
         begun = head_start(options.source, options.output, settings, say, stack)
         from tnt_hf.conversion.convert import convert_checkpoint
 

@@ -22,7 +22,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, find_packed_sequence_indices, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from tnt_hf.modeling_tnt import check_continuation, document_ids
+from tnt_hf.continuation_tnt import check_continuation
+from tnt_hf.masks_tnt import document_ids
 
 from .architectures import Architecture
 from .injected_cache import make_stateful, note_tokens

@@ -255,7 +255,7 @@ def _observe_source(folder: Path, dtype: str, ids: Tensor, noise: Tensor, n: int
     per_key = 2 * config.num_key_value_heads * config.head_dim * getattr(torch, dtype).itemsize
     loss = next_token_loss(found["text"][None], ids)
     accounting = {"parameters": model.num_parameters(), "kv_bytes": {T: sum(kept) * per_key}}
-    found["tolerance"] = rounding(found, model.dtype)
+    found["tolerance"], found["attention"] = rounding(found, model.dtype), model.config._attn_implementation
     return found | {"accounting": accounting | {"loss": loss, "perplexity": _exp(loss)}}
 
 
@@ -268,7 +268,7 @@ def _check_result(
     def load() -> tuple[bool, dict]:
         with _no_bars():
             loaded["model"], info = TNTForCausalLM.from_pretrained(
-                out, dtype=getattr(torch, dtype), output_loading_info=True
+                out, dtype=getattr(torch, dtype), attn_implementation=before["attention"], output_loading_info=True
             )
         loaded["model"].eval()
         problems = {name: sorted(map(str, info[name])) for name in info if info[name]}

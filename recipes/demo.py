@@ -13,9 +13,7 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +31,7 @@ from tnt_hf.recipes.demo_conversion import (
 from tnt_hf.recipes.demo_conversion_report import conversion_results, draw, summary
 from tnt_hf.recipes.demo_jobs import run_jobs, shuffled
 from tnt_hf.recipes.environment import environment
+from tnt_hf.termination import orderly_termination
 
 
 NEEDED = ("accelerate", "matplotlib", "peft", "tokenizers", "tqdm")
@@ -110,20 +109,6 @@ def write_json(path: Path, content: dict) -> None:
     os.replace(partial, path)
 
 
-@contextmanager
-def ended_by_sigterm():
-    """SIGTERM, like Ctrl-C, raises an exception in here, so that the workers end too."""
-
-    def stop(number, frame):
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def jobs_of(options: argparse.Namespace, plan: ConversionPlan, corpus: Corpus) -> tuple[dict, dict, float]:
     """The jobs, what each has to wait for, and the bytes of a held-out token."""
     from tnt_hf.recipes.demo_students import Student, evaluate_student, train_student
@@ -167,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     claim(options.output)
     try:
-        with ended_by_sigterm():
+        with orderly_termination():
             if options.precision == "auto":
                 options.precision = faster_precision(plan)
                 say(f"training in {options.precision}, the faster one here of {' and '.join(PRECISIONS)}")

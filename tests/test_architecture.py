@@ -26,8 +26,8 @@ PACKAGES = {
 
 # Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, denormals,
 # grid, coefficients, network, scan, block, reverse, projection and step belong to memory_tnt (torch only),
-# kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, features, convolution and masks to modeling_tnt,
-# state to cache_tnt.
+# kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, features, convolution,
+# masks and continuation to modeling_tnt, state to cache_tnt.
 ARROWS = {
     "configuration_tnt": set(),
     "costs_tnt": {"configuration_tnt"},
@@ -96,11 +96,12 @@ ARROWS = {
         "configuration_tnt",
         "memory_tnt",
         "cache_tnt",
+        "continuation_tnt",
         "state_tnt",
-        "step_tnt",
         "branch_tnt",
         "convolution_tnt",
     },
+    "continuation_tnt": {"cache_tnt", "configuration_tnt", "state_tnt"},
 }
 TORCH_ONLY = {name for name, siblings in ARROWS.items() if "configuration_tnt" not in siblings} - {"configuration_tnt"}
 HUB_PACKAGES = {"torch", "transformers", "huggingface_hub", "safetensors"}

@@ -203,6 +203,7 @@ def test_rows_end_one_by_one_in_a_compiled_model(layer_types):
 def test_a_static_cache_is_decoded_from_in_one_graph(layer_types):
     """As `generate` does by itself on a GPU."""
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     model, (ids, mask) = tiny_model(layer_types=layer_types), left_padded([tokens(9), tokens(6, seed=3)])
     compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
     compiled._compile_all_devices = True

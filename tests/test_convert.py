@@ -78,6 +78,19 @@ def test_eager_attention_with_few_key_heads_is_bit_equal(tmp_path, heads):
         assert source(ids).logits.equal(result(ids).logits)
 
 
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+def test_the_attention_that_a_source_names_comes_along(tmp_path, field):
+    source = save_source(tmp_path / "source", "llama", torch.float32)
+    config = source / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {field: "eager"}))
+    result = reload(convert_checkpoint(source, tmp_path / "result", progress=False))
+    source = reload(source)
+    assert source.config._attn_implementation == result.config._attn_implementation == "eager"
+    ids = batch()[0]
+    with torch.no_grad():
+        assert source(ids).logits.equal(result(ids).logits)
+
+
 @pytest.mark.parametrize("case", FUSED)
 def test_a_fused_source_is_equal_to_rounding(tmp_path, case):
     """One matrix product of stacked weights rounds differently from three; 1e-5 is some ulps of logits around 4."""

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -427,6 +428,24 @@ def test_killed_at_any_moment_and_a_full_disk(tmp_path, source, every):
         assert done.returncode == 0, done.stdout + done.stderr
         assert int(done.stdout.split()[0]) > 30, done.stdout
         assert [path.name for path in Path(folder).iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_a_command_that_is_ended_leaves_nothing(tmp_path, source, number):
+    """The process gets the signal when it writes its last file, all shards and most of the rest being there."""
+    program = f"""
+import os, signal, sys
+from tnt_hf.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def hook(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("{MANIFEST}") and "w" in (arguments[1] or ""):
+        os.kill(os.getpid(), {int(number)})
+sys.addaudithook(hook)
+sys.exit(main(["convert", "source", "result", "--quiet"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == (-number if number == signal.SIGINT else 128 + number), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_two_at_once_do_not_disturb_each_other(tmp_path, source):

@@ -165,6 +165,14 @@ def test_a_fresh_conversion_keeps_every_promise(tmp_path, name, dtype, window):
             assert found["kl_from_all_branches"] == 0, name
 
 
+def test_both_sides_compute_the_attention_that_the_source_names(tmp_path):
+    source = make_source(tmp_path / "source")
+    edit_config(source, attn_implementation="eager")
+    output = convert(source, tmp_path / "output")
+    edit_config(output, attn_implementation=None)  # as `save_pretrained` leaves it
+    assert failed(check(source, output)) == set()
+
+
 def test_a_rope_that_depends_on_the_length_promises_what_it_can(tmp_path):
     """Beyond its own length a dynamic RoPE turns earlier keys otherwise than a cache holds them, in the source too."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}

@@ -119,7 +119,8 @@ def load_config(source: str, overrides: list[str]):
     from tnt_hf.recipes.recipe_file import find_recipe, packaged_recipes
     from tnt_hf.settings import parse_yaml
 
-    if source in packaged_recipes() and not Path(source).exists():
+    recipes = packaged_recipes()
+    if source in recipes and not Path(source).exists():
         source = str(find_recipe(source))
     path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
     if source in PRESETS:
@@ -128,8 +129,7 @@ def load_config(source: str, overrides: list[str]):
         fields = parse_yaml(path.read_text())  # every JSON file is YAML
     elif Path(source).is_dir():
         raise FileNotFoundError(f"{source!r} is a folder without config.json")
-    elif path.parts[:1] and path.parts[0] in {Path(name).parts[0] for name in packaged_recipes()}:
-        similar = [name for name in packaged_recipes() if Path(name).parts[0] == path.parts[0]]
+    elif similar := [name for name in recipes if Path(name).parts[:1] == path.parts[:1]]:
         raise FileNotFoundError(f"{source!r} is no recipe; there are {', '.join(similar)}")
     elif path.suffix or len(path.parts) != 2:
         raise FileNotFoundError(f"{source!r} is no file, folder, recipe, Hub id or preset ({', '.join(PRESETS)})")

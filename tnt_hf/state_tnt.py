@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from .configuration_tnt import MemorySpec, TNTConfig
-from .step_tnt import MemoryState
+from .step_tnt import Clock, MemoryState
 
 
 LAYOUT_FIELDS = (
@@ -141,3 +141,13 @@ def _assign(old: Tensor, new: Tensor) -> Tensor:
         in_place = not old.is_inference() or torch.is_inference_mode_enabled()
     # A copy, for a state that nothing was written to yet may be the model's own W_init.
     return old.copy_(new) if in_place else new.clone()
+
+
+def one_token_clock(cache: Cache | None, layout: StateLayout, valid: Tensor | None) -> Clock | None:
+    """The clock of one token after `cache`, read once for all layers; `valid` `[B, 1]` bool."""
+    if cache is None or torch.compiler.is_compiling() or not layout.layers:
+        return None
+    if not cache.layers[layout.layers[0]].has_previous_state[0]:
+        return None
+    time = cache.layers[layout.layers[0]].recurrent_states[layout.slots - 1]
+    return Clock.of(time, None if valid is None else valid[:, 0])

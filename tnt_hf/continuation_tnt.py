@@ -1,0 +1,144 @@
+"""What a model may go on from: which caches can hold a memory, which masks agree with what it has read, and which rows
+of a batch `generate` has ended. A memory cannot forget, so what it must not read is refused or marked before it reads.
+
+Axis legend
+    B batch   T tokens of this call
+
+Travels with every pushed checkpoint.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, QuantizedCache
+from transformers.generation import StoppingCriteriaList
+
+from .cache_tnt import FINGERPRINT, TNTCache
+from .configuration_tnt import TNTConfig
+from .state_tnt import StateLayout
+
+
+def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None) -> None:
+    """
+    Refuse what cannot hold a memory, before any compute.
+
+    Raises:
+        ValueError: `past_key_values` is no cache, an offloaded or quantized one, a config-less `DynamicCache()`, or
+            one of another architecture or with other chunk sizes, whose state means something else here.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"past_key_values must be a transformers Cache such as TNTCache(config), got {type(cache).__name__}."
+        )
+    fields, layout = vars(config), StateLayout.of(config) if layout is None else layout
+    if isinstance(cache, TNTCache) and any(cache.fingerprint[name] != fields[name] for name in FINGERPRINT):
+        cache.adapt(config)
+    if not layout.layers:
+        return
+    hint = "use TNTCache(model.config)"
+    if cache.offloading:
+        raise ValueError(f"past_key_values: offloading=True does not move the memory's state; {hint}.")
+    if isinstance(cache, QuantizedCache):
+        raise ValueError(f"past_key_values: {type(cache).__name__} keeps no memory state; {hint}.")
+    if cache.layer_class_to_replicate is not None:
+        raise ValueError(
+            f"past_key_values: {type(cache).__name__}() without config has no place for the memory's state; {hint}."
+        )
+    if len(cache.layers) != fields["num_hidden_layers"]:
+        raise ValueError(
+            f"past_key_values has {len(cache.layers)} layers, num_hidden_layers={config.num_hidden_layers}; {hint}."
+        )
+    if not isinstance(cache, TNTCache):
+        if (filled_with := getattr(cache, "filled_with", None)) is None:
+            cache.filled_with = {name: fields[name] for name in FINGERPRINT}
+        elif different := [name for name in FINGERPRINT if filled_with[name] != fields[name]]:
+            name = different[0]
+            raise ValueError(
+                f"{name}: the cache was filled with {filled_with[name]!r}, the model has {fields[name]!r}; {hint}."
+            )
+    for i in layout.layers:
+        layer = cache.layers[i]
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            raise ValueError(
+                f"past_key_values: layer {i} is a {type(layer).__name__}, which keeps no memory state; {hint}."
+            )
+        if layer.number_of_states != layout.slots:
+            raise ValueError(
+                f"past_key_values: layer {i} has {layer.number_of_states} state slots, but"
+                f" local_chunk_sizes={config.local_chunk_sizes} needs {layout.slots}; {hint}."
+            )
+
+
+def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, length: int) -> None:
+    """
+    A cached conversation goes on only if every token in it is known to be valid or padding.
+
+    Raises:
+        ValueError: `attention_mask` has not one column per cached and new token, calls tokens padding that the memory
+            has read or the other way round, or is missing although the cache holds padding.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if not (past := int(past)):
+        cache.holds_padding = False
+    elif isinstance(attention_mask, Tensor):
+        if attention_mask.ndim != 2:
+            return
+        if attention_mask.shape[1] != past + length:
+            raise ValueError(
+                f"attention_mask has {attention_mask.shape[1]} columns, but past_key_values holds {past} tokens and"
+                f" {length} are new: it must cover all {past + length}."
+            )
+        if length > 1:  # `generate` looks at the start, and a token later its mask has a column more
+            check_mask(cache, attention_mask, past)
+    elif attention_mask is None and getattr(cache, "holds_padding", False):
+        raise ValueError(
+            f"attention_mask is None or all ones, but some of the {past} tokens in past_key_values are padding"
+            f" (`generate` feeds rows that have ended padding): pass the mask of all {past + length} tokens."
+        )
+
+
+def check_mask(cache: Cache, attention_mask: Tensor, past: int) -> None:
+    """
+    Raises:
+        ValueError: `attention_mask` `[B, past + T]` says that the memory has read another number of valid tokens.
+    """
+    said, read = attention_mask[:, :past].to(torch.bool).sum(1), tokens_read(cache)
+    if read is not None and len(read) == len(said) and said.tolist() != read.tolist():
+        raise ValueError(
+            f"attention_mask calls {said.tolist()} of the {past} cached tokens of each row valid, but the memory has"
+            f" read {read.tolist()}, and cannot forget: pass the mask they were read with, or go on without the cache."
+        )
+
+
+def tokens_read(cache: Cache) -> Tensor | None:
+    """Valid tokens `[B]` that the memory in `cache` has read, its memory time; `None` if there is no memory."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.has_previous_state[0]:
+            return layer.recurrent_states[layer.number_of_states - 1]
+    return None
+
+
+@dataclass
+class EndedRows:
+    """Which rows `[B]` bool of a batch have ended in one call of `generate`, while others have not: it feeds them
+    padding and calls it valid, and what is known here keeps that out of the memory."""
+
+    rows: Tensor | None = None
+
+
+class NotingCriteria(StoppingCriteriaList):
+    """Stopping criteria that note in `ended` which rows they end."""
+
+    def __init__(self, criteria: StoppingCriteriaList, ended: EndedRows):
+        super().__init__(criteria)
+        self.ended = ended
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        ended = rows = super().__call__(input_ids, scores, **kwargs)
+        if self.ended.rows is not None:
+            rows = rows | self.ended.rows
+        self.ended.rows = rows if 0 < int(rows.sum()) < len(rows) else None
+        return ended
