@@ -70,7 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0, 2 for a mistake in the input, 141 if nobody reads the output."""
+    """Runs one command. Returns the exit status: 0, 2 for a mistake in the input, 130 if interrupted, 141 if nobody
+    reads the output."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
@@ -84,6 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # of `tnt ... | head`; what is still to be flushed at exit goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as of a process that SIGPIPE ended
+    except KeyboardInterrupt:
+        print(f"tnt {options.command}: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         known = isinstance(error, OSError) and error.strerror and error.filename
         print(f"tnt {options.command}: {f'{error.filename}: {error.strerror}' if known else error}", file=sys.stderr)
