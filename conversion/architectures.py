@@ -23,7 +23,6 @@ class Architecture:
         fused: how q, k and v share a weight. `"blocks"`: all of q, then k, then v; `"per_head"`: each head's q, k
             and v together; `None`: three weights.
         conv1d: the projections are `Conv1D`, whose weights are transposed.
-        rope: keys and queries are rotated before they reach the attention interface.
     """
 
     attention_class: str
@@ -33,7 +32,6 @@ class Architecture:
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     fused: str | None = None
     conv1d: bool = False
-    rope: bool = True
 
     @property
     def lora_targets(self) -> list[str]:
@@ -79,9 +77,7 @@ def _describe(weight: object) -> str:
 
 ARCHITECTURES = {
     "gemma3_text": Architecture("Gemma3Attention"),
-    "gpt2": Architecture(
-        "GPT2Attention", "h", "attn", projections=("c_attn", "c_proj"), fused="blocks", conv1d=True, rope=False
-    ),
+    "gpt2": Architecture("GPT2Attention", "h", "attn", projections=("c_attn", "c_proj"), fused="blocks", conv1d=True),
     "gpt_neox": Architecture(
         "GPTNeoXAttention",
         attention="attention",

@@ -93,6 +93,8 @@ def convert_checkpoint(
     for name, value in (("overwrite", overwrite), ("check", False if check is None else check)):
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r}: must be True or False")
+    for name in sorted(fields.keys() & {"source_config", "full_attention_layers"}):
+        raise ValueError(f"{name}={fields[name]!r}: is no field of the memory")
     most, cast = parse_size(max_shard_size), stored_dtype(dtype)
     folder, target = locate(source, revision), Path(output).resolve()
     _check_apart(folder, target)

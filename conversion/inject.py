@@ -95,7 +95,7 @@ def unload(model: PreTrainedModel) -> PreTrainedModel:
         model = without_adapters(model)
     attentions = [module for module in model.modules() if is_injected(module)]
     if not attentions:
-        raise ValueError("model: has no injected memory.")
+        raise ValueError(f"model={type(model).__name__}: has no injected memory.")
     base, config = model.base_model, model.base_model.config
     for module in (base, *attentions):
         _remove_hooks(module)
@@ -117,7 +117,7 @@ def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:
     """
     attentions = [module for module in model.modules() if is_injected(module)]
     if not attentions:
-        raise ValueError("model: has no injected memory.")
+        raise ValueError(f"model={type(model).__name__}: has no injected memory.")
     host, memory = attentions[0].config, attentions[0].memory
     settings = {**host.tnt_injection, "max_self_attn_length": length}
     # Sizes that followed the window stay as they are, also when the model is loaded again.

@@ -2,9 +2,9 @@
 in chunks.
 
 Axis legend
-    B batch   T tokens   Hq query heads   H key/value heads   G = Hq / H queries of a head   K key width   V value
-    width   n writes per token (1, but for the delta product)   N chunks   C tokens per chunk   M = C n writes per
-    chunk
+    B batch   T tokens   Hq query heads   H key/value heads   G = Hq / H queries of a head   K key width
+    V value width   n writes per token (1, but for the delta product)   N chunks   C tokens per chunk
+    M = C n writes per chunk
 
 Row vectors, state S `[K, V]`. A token first forgets, then writes n times, then is read:
 
@@ -22,6 +22,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tnt_hf.grid_tnt import document_starts
 
 
 # rule -> does a write first erase what its key reads, and is `decay` required, possible or impossible
@@ -129,7 +131,7 @@ def linear_attention(
     look = check_decay and alpha is not None and not torch.compiler.is_compiling()
     if look and not ((alpha > 0) & (alpha <= 1)).all():
         raise ValueError(f"decay={_outside(alpha)!r}: every value must be in (0, 1]")
-    out_dtype, restart = q.dtype, _restarts(mask, segment_ids)
+    out_dtype, restart = q.dtype, None if segment_ids is None else document_starts(segment_ids, mask)
     state = None if initial_state is None else initial_state.to(dtype)
     with torch.autocast(q.device.type, enabled=False):
         q, k, v, beta = prepare(q) * scale, prepare(k), prepare(v), prepare(beta)
@@ -142,16 +144,6 @@ def linear_attention(
         else:
             o, state = _chunked(erases, q, k, v, beta, alpha, restart, state, chunk_size)
     return o.to(out_dtype), state if output_final_state else None
-
-
-def _restarts(mask: Tensor | None, segment_ids: Tensor | None) -> Tensor | None:
-    """`[B, T]` bool: present tokens whose id differs from that of the present token before them."""
-    if segment_ids is None:
-        return None
-    present = torch.ones_like(segment_ids, dtype=torch.bool) if mask is None else mask
-    index = torch.where(present, torch.arange(present.shape[1], device=present.device), -1).cummax(1).values
-    before = F.pad(index[:, :-1], (1, 0), value=-1)
-    return present & (before >= 0) & (segment_ids != segment_ids.gather(1, before.clamp_min(0)))
 
 
 # ------------------------------------------------------------------------------------ token by token, as it is printed

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from tnt_hf.configuration_tnt import TNTConfig
-from tnt_hf.conversion.source import HUB_ID, Source, inside
+from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, Source, inside
 
 
 PASSED_ON = ("license", "license_name", "license_link", "language")
@@ -165,7 +165,7 @@ def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source
         name: of the result's folder. manifest: the name of the manifest.
     """
     source, window, closed = conversion["source"], conversion["window"], conversion["memory_starts_closed"]
-    tokenizer = any("tok" in file or file.startswith("vocab") for file in checkpoint.companions)
+    tokenizer = any(name in checkpoint.companions for name in TOKENIZERS)
     layers, count = config.memory_layer_indices, config.num_hidden_layers
     metadata = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     metadata |= {"base_model": source} if HUB_ID.fullmatch(source) else {}

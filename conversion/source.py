@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,11 @@ COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json",
     "vocab.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+# One of them is the sign of a tokenizer.
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model",
+    "sentencepiece.bpe.model",
 )  # fmt: skip
 TEXTS = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)[\w.-]*", re.IGNORECASE)
 TEMPLATES = "additional_chat_templates"
@@ -124,7 +128,7 @@ def read_source(folder: Path, name: str | None = None) -> Source:
                 raise ValueError(f"{path}: tensor {tensor.name!r} is in {tensors[tensor.name].path.name} as well")
             tensors[tensor.name] = tensor
     if SINGLE not in shards:
-        _compare_with_index(folder, shards, tensors)
+        _compare_with_index(folder, tensors)
     return Source(folder, name or str(folder), fields, shards, tensors, _companions(folder))
 
 
@@ -190,7 +194,7 @@ def _shards(folder: Path) -> dict[str, Path]:
     raise FileNotFoundError(f"{folder}: has no {SINGLE} and no {INDEX}")
 
 
-def _compare_with_index(folder: Path, shards: Iterable[str], tensors: dict[str, StoredTensor]) -> None:
+def _compare_with_index(folder: Path, tensors: dict[str, StoredTensor]) -> None:
     index = read_index(inside(folder, INDEX))
     for name, shard in index.items():
         if name not in tensors:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .probe import is_file, read_text
+from .source import TOKENIZERS
 
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 FEWEST = 16  # tokens
 
 

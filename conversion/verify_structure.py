@@ -157,7 +157,6 @@ def _worst(found: list, tolerance: float) -> dict[str, Any]:
     }
 
 
-# In the order of the report: name, promise, check.
 # Promises that a RoPE whose frequencies depend on the length breaks by its nature, in the source as well.
 OF_ANY_LENGTH = ("decode", "padding", "prefix")
 

@@ -11,10 +11,8 @@ from tnt_hf.presets import PRESETS
 
 
 MODES = ("pretrain", "stage2", "align", "distill", "sft", "long")
-NEW_MODELS = (
-    *PRESETS,
-    "llama",
-)  # what `model` makes anew: TNT's presets, and a plain Llama to convert or to inject into
+# What `model` makes anew: TNT's presets, and a plain Llama to convert or to inject into.
+NEW_MODELS = (*PRESETS, "llama")
 TRAINABLE = ("all", "memory", "local_memories", "lora")
 
 

@@ -85,10 +85,7 @@ def fault(folder: Path, intact: bool = False) -> str | None:
     """Why the checkpoint in `folder` is not complete, in a few words; `None` if it is. `intact`: files are read."""
     try:
         found = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-        files = {
-            folder / name: (entry, None) if isinstance(entry, int) else (entry["bytes"], entry["sha256"])
-            for name, entry in found["files"].items()  # a number alone is the size, as it once was
-        }
+        files = {folder / name: (entry["bytes"], entry["sha256"]) for name, entry in found["files"].items()}
     except FileNotFoundError:
         return f"has no {SEAL}: its save did not end"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -99,7 +96,7 @@ def fault(folder: Path, intact: bool = False) -> str | None:
         if path.stat().st_size != size:
             return f"{path.relative_to(folder)} has {path.stat().st_size} bytes instead of {size}"
     for path, digest in zip(files, digests(list(files)) if intact else ()):
-        if files[path][1] not in (None, digest):
+        if files[path][1] != digest:
             return f"{path.relative_to(folder)} is not what was written: its SHA-256 is {digest[:16]}..."
     return None
 

@@ -32,9 +32,7 @@ class Corpus:
     train: dict[str, str] = field(default_factory=dict)
     held_out: dict[str, str] = field(default_factory=dict)
     other_encoding: list[str] = field(default_factory=list)  # not UTF-8, decoded as the file declares (PEP 263)
-    unreadable: list[str] = field(
-        default_factory=list
-    )  # neither UTF-8 nor what it declares, or no permission: left out
+    unreadable: list[str] = field(default_factory=list)  # neither UTF-8 nor what it declares, or no permission
 
     def describe(self) -> dict:
         """Counts for a report: files, characters, and how many files needed another encoding or were left out."""

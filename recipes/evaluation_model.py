@@ -19,8 +19,7 @@ from transformers.utils import cached_file
 import tnt_hf
 from tnt_hf.conversion import load_injected
 from tnt_hf.conversion.reload import ADAPTER_CONFIG
-from tnt_hf.conversion.source import HUB_ID
-from tnt_hf.conversion.verify_probe import TOKENIZERS
+from tnt_hf.conversion.source import HUB_ID, TOKENIZERS
 from tnt_hf.recipes.model_card_tables import portable
 from tnt_hf.recipes.sources import read_texts
 

@@ -148,9 +148,9 @@ def perplexity(sums: Tensor, counts: Tensor) -> dict[str, Any]:
     return {"perplexity": value, "standard_error": None if error is None else value * error, "tokens": tokens}
 
 
-def buckets(longest: int) -> list[tuple[int, int]]:
-    """Positions 1 to 16, 17 to 32, 33 to 64 and so on, the last one ending at `longest`."""
-    found, first, last = [], 1, FIRST_BUCKET
+def buckets(longest: int, first_ends: int) -> list[tuple[int, int]]:
+    """1 to `first_ends`, from there to twice that and so on, both ends included, the last one ending at `longest`."""
+    found, first, last = [], 1, first_ends
     while first <= longest:
         found.append((first, min(last, longest)))
         first, last = last + 1, 2 * last
@@ -168,7 +168,7 @@ def perplexity_result(rows: Rows, losses: list[Tensor]) -> dict[str, Any]:
         "standard_error": overall["standard_error"],
         "by_position": [
             {"from": first, "to": last, **perplexity(*by_document(rows, losses, first, last))}
-            for first, last in buckets(longest)
+            for first, last in buckets(longest, FIRST_BUCKET)
         ],
     }
 

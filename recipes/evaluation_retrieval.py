@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tnt_hf.recipes.data import IGNORED, Recall
 from tnt_hf.recipes.evaluation_model import host_of
+from tnt_hf.recipes.evaluation_perplexity import buckets
 
 
 # The pass key of Mohtashami and Jaggi (arXiv 2305.16300), mentioned once.
@@ -26,6 +27,7 @@ QUESTION = " What is the pass key? The pass key is"
 LOWEST_KEY, KEYS = 10_000, 90_000  # five digits
 PASSKEY_CHANCE = 1 / KEYS
 MOST_PAIRS, TOKENS_PER_PAIR = 32, 16  # of a recall sample
+FIRST_DISTANCES = 8  # tokens; every further bucket reaches twice as far
 
 
 def begin_token(tokenizer) -> int | None:
@@ -205,15 +207,6 @@ def recall_vocabulary(tokenizer, vocab_size: int, seed: int) -> tuple[Recall, Te
     return task, ordinary[: task.vocab_size]
 
 
-def recall_distances(longest: int) -> list[tuple[int, int]]:
-    """Distances 1 to 8, 9 to 16, 17 to 32 and so on, both ends included."""
-    found, first, last = [], 1, 8
-    while first <= longest:
-        found.append((first, min(last, longest)))
-        first, last = last + 1, 2 * last
-    return found
-
-
 def recall_length(tokenizer, context: int) -> int:
     """Tokens of a recall sample behind the begin token. Raises ValueError for a context shorter than a pair and its
     question."""
@@ -254,7 +247,7 @@ def recall_result(
     scored = drawn["labels"][:, 1:] != IGNORED
     right, distance = torch.cat(hits)[scored], drawn["distance"][:, 1:][scored]
     result = []
-    for first, last in recall_distances(length):
+    for first, last in buckets(length, FIRST_DISTANCES):
         inside = (distance >= first) & (distance <= last)
         if count := int(inside.sum()):
             found = accuracy(int(right[inside].sum()), count)

@@ -6,6 +6,7 @@ last log, trains one step too many where nothing is left, and asks nobody whethe
 """
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -28,11 +29,12 @@ from tnt_hf.recipes.checkpoints import (
     delete_old_checkpoints,
     fault,
     latest_complete_checkpoint,
-    logger,
     run_state,
     seal,
 )
 
+
+logger = logging.getLogger(__name__)
 
 LOG = "training_log.jsonl"
 

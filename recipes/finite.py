@@ -1,13 +1,14 @@
 """What ends a training: numbers that are not finite, before they reach a weight; and a look at what does not learn."""
 
+import logging
 import math
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tnt_hf.recipes.checkpoints import logger
 
+logger = logging.getLogger(__name__)
 
 SHOWN = 3  # tensors that the error names
 

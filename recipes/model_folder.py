@@ -11,7 +11,7 @@ from typing import Any
 from tnt_hf.conversion.files import sha256
 from tnt_hf.conversion.manifest import MANIFEST, read_manifest
 from tnt_hf.conversion.reload import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tnt_hf.conversion.source import read_header, read_json, read_source
+from tnt_hf.conversion.source import TOKENIZERS, read_header, read_json, read_source
 from tnt_hf.recipes.model_card_tables import portable
 
 
@@ -52,8 +52,7 @@ class Model:
     @property
     def has_tokenizer(self) -> bool:
         """Whether a tokenizer was saved with the model."""
-        names = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-        return any((self.folder / name).is_file() for name in names)
+        return any((self.folder / name).is_file() for name in ("tokenizer_config.json", *TOKENIZERS))
 
     @property
     def base(self) -> str | None:

@@ -40,6 +40,7 @@ AT_LEAST_0 = (
     "memory_logging_steps", "num_train_epochs", "seed", "warmup_steps", "weight_decay",
     "window_dropout_warmup_steps",
 )  # fmt: skip
+OURS = (RunArguments, DataArguments, ModelArguments)
 LEAST_TOKENS = 257
 MOST_TOKENS = 1_000_000  # of a vocabulary: the trainer of the tokenizer allocates all of them at once, or aborts
 
@@ -66,12 +67,15 @@ def default_settings() -> dict[str, Any]:
     """What a recipe means by every field that it does not mention, as YAML would say it."""
     from transformers import TrainingArguments
 
+    return _defaults(TrainingArguments, *OURS) | TRAINER_DEFAULTS
+
+
+def _defaults(*kinds: type) -> dict[str, Any]:
     found = {}
-    for kind in (TrainingArguments, RunArguments, DataArguments, ModelArguments):
-        for field in fields(kind):
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            found[field.name] = getattr(default, "value", default)
-    return found | TRAINER_DEFAULTS
+    for field in (field for kind in kinds for field in fields(kind)):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        found[field.name] = getattr(default, "value", default)
+    return found
 
 
 class Text(str):
@@ -321,14 +325,7 @@ def _type_name(kind: Any) -> str:
 def _check_settings(given: dict[str, Any]) -> None:
     """Raises `ValueError` for a setting that is impossible together with another one, before anything is loaded."""
 
-    def value(name: str) -> Any:
-        if name in given:
-            return given[name]
-        for kind in (ModelArguments, DataArguments, RunArguments):
-            for field in fields(kind):
-                if field.name == name:
-                    return field.default if field.default_factory is MISSING else field.default_factory()
-        return None
+    value = (_defaults(*OURS) | given).get
 
     def refuse(name: str, reason: str):
         raise ValueError(f"{name}={_shown(value(name))}: {reason}")

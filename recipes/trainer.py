@@ -4,6 +4,7 @@ log of what the memory does.
 Axis legend: B rows of a batch   T tokens of a row
 """
 
+import logging
 import math
 import os
 import time
@@ -18,7 +19,6 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import TrainerCallback
 
 from tnt_hf.recipes.callbacks import Printer, Progress, WindowDropout
-from tnt_hf.recipes.checkpoints import logger
 from tnt_hf.recipes.environment import peak_memory_bytes
 from tnt_hf.recipes.exact_resume import ResumableTrainer
 from tnt_hf.recipes.finite import stop_if_not_finite, warn_of_idle
@@ -27,6 +27,9 @@ from tnt_hf.recipes.models import finished
 from tnt_hf.recipes.objectives import next_token, next_token_sums
 from tnt_hf.recipes.run_record import RECORD, count_parameters, write_run_record
 from tnt_hf.recipes.training_plots import draw_plots
+
+
+logger = logging.getLogger(__name__)
 
 
 class RecipeTrainer(ResumableTrainer):

@@ -63,7 +63,7 @@ def test_a_suite_leaves_a_whole_result_a_table_and_a_picture(suite, tmp_path, ca
 DRAWN = [path for path in RESULTS.glob("*.json") if "suite" in json.loads(path.read_text())]
 
 
-@pytest.mark.parametrize("committed", sorted([*DRAWN, RESULTS / "memory_op.json"]), ids=lambda path: path.stem)
+@pytest.mark.parametrize("committed", sorted(DRAWN), ids=lambda path: path.stem)
 def test_pictures_of_committed_results_come_from_the_json_alone(committed, tmp_path):
     copy = tmp_path / "copy.json"
     copy.write_text(committed.read_text())
@@ -91,8 +91,7 @@ def test_an_interrupted_suite_keeps_its_rows_and_goes_on(tmp_path, monkeypatch):
         return measure(name, settings, tell)
 
     monkeypatch.setattr(train_suite, "measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        bench("train", tmp_path)
+    assert bench("train", tmp_path) == 130
     half = result("train", tmp_path)
     assert list(half["rows"]) == ["check", "128"] and not half["complete"]
     with pytest.raises(ValueError, match="unfinished"):

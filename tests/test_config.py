@@ -191,6 +191,10 @@ def test_memory_state_bytes_match_a_hand_count():
     assert memory_state_bytes(config, "bfloat16") == 2 * (4 * floats + 8 + 2 * 3 * 64)
     assert memory_state_bytes(config, "float64") == 2 * (8 * floats + 8 + 8 * 3 * 64)
     assert memory_state_bytes(tiny_config(memory_layers=[])) == 0
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        memory_state_bytes(config, "int8")
+    with pytest.raises(ValueError, match="context=-5"):
+        flops_per_token(config, -5)
     assert [name for name, _ in memory_state_shapes(tiny_config(local_chunk_sizes=[1], memory_depth=1))] == [
         "conv", "0.weights.0", "0.chunk_weights.0", "1.weights.0", "projection.16", "time",
     ]  # fmt: skip

@@ -142,6 +142,8 @@ def test_a_damaged_config(tmp_path, source, text):
         ({"memory_gate": "nothing"}, "memory_gate"),
         ({"local_chunk_sizes": [0]}, "local_chunk_sizes"),
         ({"link": "symlink"}, "link='symlink'"),
+        ({"full_attention_layers": [1]}, "full_attention_layers=[1]: is no field"),
+        ({"source_config": 1}, "source_config=1: is no field"),
         ({"link": "link", "dtype": "bfloat16"}, "needs shards of its own"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"seed": -1}, "seed=-1"),

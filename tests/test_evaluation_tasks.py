@@ -32,11 +32,11 @@ from tnt_hf.recipes.evaluation_perplexity import (
     token_losses,
 )
 from tnt_hf.recipes.evaluation_retrieval import (
+    FIRST_DISTANCES,
     PasskeySamples,
     accuracy,
     passkey_distances,
     passkey_result,
-    recall_distances,
     recall_result,
     recall_vocabulary,
 )
@@ -115,7 +115,7 @@ def test_positions_count_the_tokens_read():
 
 def test_buckets_cover_every_position_once():
     for longest in (1, 16, 17, 100, 4096):
-        covered = [p for first, last in buckets(longest) for p in range(first, last + 1)]
+        covered = [p for first, last in buckets(longest, 16) for p in range(first, last + 1)]
         assert covered == list(range(1, longest + 1))
 
 
@@ -298,7 +298,7 @@ def test_recall_is_perfect_as_far_as_a_model_looks_back():
         model.reach = reach
         rows, task = recall_result(model, None, 200, 6, 0, 4)
         assert [(row["distance_from"], row["accuracy"]) for row in rows] == [
-            (first, float(reach >= last)) for first, last in recall_distances(200)
+            (first, float(reach >= last)) for first, last in buckets(200, FIRST_DISTANCES)
         ]
         assert sum(row["questions"] for row in rows) == 6 * 12, "12 pairs in every sequence"
     assert task == Recall()

@@ -101,6 +101,7 @@ def test_every_reference_exists():
     for file, name in re.findall(r"`([\w/.-]+\.py)::(\w+)`", TEXT):
         nodes = ast.walk(ast.parse((ROOT / file).read_text()))
         assert name in {getattr(node, "name", None) for node in nodes}, f"{file}::{name}"
+        assert name.startswith("test_") or not file.startswith("tests/"), f"{file}::{name} is not collected"
     for link in re.findall(r"\]\(([^)]+)\)", TEXT):
         assert link.startswith("https://") or (ROOT / link).exists(), link
 

@@ -321,9 +321,8 @@ class TNTMemory(nn.Module):
             state.time.add_(1 if present is None else present)
             o = sum(outputs[1:], outputs[0]).flatten(1, 2)[:, None]
             o = o if self.norm is None else self.norm(o)
-        return o.flatten(-2).to(hidden_states.dtype), torch.stack(surprises).mean((0, -1))[
-            :, None
-        ] if output_surprise else None
+        surprise = torch.stack(surprises).mean((0, -1))[:, None] if output_surprise else None
+        return o.flatten(-2).to(hidden_states.dtype), surprise
 
     def _remember(self, hidden_states, q, k, v, operands, layout, state, keep, mask, segment_ids, output_surprise):
         """Sum of all memories `[B, T, n, D]` (TNT Eq. 15), the new state and the mean surprise."""

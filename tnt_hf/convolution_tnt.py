@@ -6,11 +6,10 @@ Axis legend
 Travels with every pushed checkpoint.
 """
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .grid_tnt import document_starts
 
 
 class TNTCausalConv(nn.Conv1d):
@@ -53,7 +52,7 @@ def convolve(
     place = taps + mask.cumsum(1) - 1
     length = taps + T
     if segment_ids is not None:
-        documents = document_starts(segment_ids, mask, torch.ne).cumsum(1)
+        documents = document_starts(segment_ids, mask).cumsum(1)
         place = place + documents * taps
         length += int(documents.max()) * taps
     # Absent tokens share a slot nobody reads.
@@ -86,11 +85,3 @@ def _is_one_product(conv: nn.Module, window: Tensor) -> bool:
         return False
     weight = conv.weight
     return window.shape[2] == weight.shape[2] and window.dtype == weight.dtype
-
-
-def document_starts(ids: Tensor, mask: Tensor | None, starts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`[B, T]` bool: valid tokens where `starts(id here, id of the previous valid token)` holds."""
-    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    index = torch.where(mask, torch.arange(ids.shape[1], device=ids.device), -1).cummax(1).values
-    previous = F.pad(index[:, :-1], (1, 0), value=-1)
-    return mask & (previous >= 0) & starts(ids, ids.gather(1, previous.clamp_min(0)))

@@ -11,6 +11,9 @@ import math
 from .configuration_tnt import TNTConfig
 
 
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
 def memory_state_shapes(config: TNTConfig) -> list[tuple[str, tuple[int, ...]]]:
     """Name and shape, without the batch axis, of one memory layer's state tensors in the order of the cache's slots.
 
@@ -36,9 +39,13 @@ def memory_state_bytes(config: TNTConfig, dtype: str = "float32") -> int:
 
     Fast weights, momentum and M are float32 (float64 for `dtype="float64"`), the memory time is int64, and the
     convolution's inputs have the model's `dtype`.
+
+    Raises:
+        ValueError: a dtype that models do not have.
     """
-    itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[str(dtype).removeprefix("torch.")]
-    total = 0
+    if (name := str(dtype).removeprefix("torch.")) not in BYTES:
+        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(BYTES)}")
+    itemsize, total = BYTES[name], 0
     for name, shape in memory_state_shapes(config):
         total += math.prod(shape) * (8 if name == "time" else itemsize if name == "conv" else max(itemsize, 4))
     return total * len(config.memory_layer_indices)
@@ -56,7 +63,12 @@ def flops_per_token(config: TNTConfig, context: int) -> dict[str, int]:
 
     Returns:
         `{"base", "attention", "memory", "total"}`.
+
+    Raises:
+        ValueError: `context` is negative.
     """
+    if context < 0:
+        raise ValueError(f"context={context!r}: must be a number of tokens")
     h, H, D, K = config.hidden_size, config.memory_num_heads, config.memory_head_dim, config.memory_key_width
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     memory_layers, n = set(config.memory_layer_indices), q // config.memory_head_dim

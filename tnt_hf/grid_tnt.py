@@ -8,6 +8,7 @@ time only. Padding, packing, splits of a prompt and rows at different times are 
 rows of chunks, compute, map back. Travels with every pushed checkpoint.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -99,11 +100,14 @@ def dense_grid(B: int, T: int, C: int, interval: int | None, device) -> Grid:
     )
 
 
-def document_starts(present: Tensor, segment_ids: Tensor) -> Tensor:
-    """`[B, T]` bool: present tokens whose id differs from that of the present token before them."""
-    index = torch.where(present, torch.arange(present.shape[1], device=present.device), -1).cummax(1).values
-    previous = F.pad(index[:, :-1], (1, 0), value=-1)  # of the valid tokens
-    return present & (previous >= 0) & (segment_ids != segment_ids.gather(1, previous.clamp_min(0)))
+def document_starts(
+    ids: Tensor, present: Tensor | None, starts: Callable[[Tensor, Tensor], Tensor] = torch.ne
+) -> Tensor:
+    """`[B, T]` bool: present tokens where `starts(id here, id of the present token before)` holds."""
+    present = torch.ones_like(ids, dtype=torch.bool) if present is None else present
+    index = torch.where(present, torch.arange(ids.shape[1], device=ids.device), -1).cummax(1).values
+    previous = F.pad(index[:, :-1], (1, 0), value=-1)
+    return present & (previous >= 0) & starts(ids, ids.gather(1, previous.clamp_min(0)))
 
 
 def alike_documents(present: Tensor, segment_ids: Tensor, C: int) -> tuple[Tensor, list[Tensor]]:
@@ -112,7 +116,7 @@ def alike_documents(present: Tensor, segment_ids: Tensor, C: int) -> tuple[Tenso
     Returns ids `[B, T]` that no two documents of a row share, and one mask `[B, T]` for each group whose rows take the
     same number of slots.
     """
-    ids = document_starts(present, segment_ids).cumsum(1)
+    ids = document_starts(segment_ids, present).cumsum(1)
     lengths = torch.zeros_like(ids).scatter_add(1, ids, present.long())
     sizes = sorted({chunk_slots(n, C) for n in lengths.unique().tolist() if n})
     if len(sizes) < 2:
@@ -127,7 +131,7 @@ def ragged_grid(
     """Masks, packed documents and rows at different memory times. Row b < B is where batch row b goes on; others
     start at W_init."""
     B, T = present.shape
-    new_document = torch.zeros_like(present) if segment_ids is None else document_starts(present, segment_ids)
+    new_document = torch.zeros_like(present) if segment_ids is None else document_starts(segment_ids, present)
     count = present.cumsum(1) - present.long()
     document_start = torch.where(new_document, count, 0).cummax(1).values
     in_first = new_document.cumsum(1) == 0

@@ -196,13 +196,12 @@ class _Chunks:
     def __init__(self, plan, q: Tensor, k: Tensor, v: Tensor, ends: _Ends, W: list[Tensor], target, norm):
         self.q, self.k, self.v, self.ends, self.W = q.contiguous(), k.contiguous(), v.contiguous(), ends, W
         self.used, self.target = sum(plan.counts) == len(q), target or W
-        bound = getattr(plan, "bound", None)
-        self.bound, self.eps = bound or 0.0, plan.net.eps
+        self.bound, self.eps = plan.bound or 0.0, plan.net.eps
         self.net = {
             "K": q.shape[2], "E": W[0].shape[2], "V": v.shape[2], "L": len(W), "ACT": plan.net.activation,
             "RESIDUAL": plan.net.residual, "NORM": norm is not None, "DT": operand(q.dtype),
         }  # fmt: skip
-        self.gates = {"MOMENTUM": ends.s is not None, "BOUND": bound is not None}
+        self.gates = {"MOMENTUM": ends.s is not None, "BOUND": plan.bound is not None}
         forget = "none" if ends.A is None else "zero" if target is None else "init"
         self.state = {"FORGET": forget, "MOMENTUM": ends.s is not None}
         self.large = norm is not None or _operand_bytes(q, W) > LARGE_BYTES  # which of the tiles' rows

@@ -16,7 +16,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from .cache_tnt import TNTCache
 from .configuration_tnt import TNTConfig
-from .convolution_tnt import document_starts
+from .grid_tnt import document_starts
 
 
 def build_masks(
@@ -180,6 +180,6 @@ def default_positions(
         T = position_ids.shape[1]
         position_ids = torch.where(valid[:, -T:], place[:, -T:], position_ids)
     if segment_ids is not None and config.num_persistent_tokens:
-        starts = document_starts(segment_ids, None, torch.ne)
+        starts = document_starts(segment_ids, None)
         position_ids = position_ids - torch.where(starts, position_ids, 0).cummax(1).values
     return position_ids

@@ -1,10 +1,9 @@
 """The memory of TNT / Titans / TTT: one recurrence, written twice and held together by tests.
 
 Axis legend
-    B batch   T tokens   H memory (key/value) heads   G query heads per memory head (Hq = H G)   K key width   V value
-    width
-    L layers of the memory network (L_M)   C tokens per chunk   R grid rows (one shard of one document each)   N
-    chunks of all rows
+    B batch   T tokens   H memory (key/value) heads   G query heads per memory head (Hq = H G)
+    K key width   V value width   L layers of the memory network (L_M)   C tokens per chunk
+    R grid rows (one shard of one document each)   N chunks of all rows
 
 Per head, with row vectors and the memory network f(W, x) (z_1 = x W_1, a_1 = phi(z_1), ..., y = z_L, optional
 LayerNorm, optional + x):
@@ -151,15 +150,14 @@ def memory_chunkwise(
     Args:
         q: `[B, T, Hq, K]` queries; Hq is a multiple of H, query heads of one memory head are neighbours.
         k, v: `[B, T, H, K]` keys and `[B, T, H, V]` values.
-        lr, momentum, decay: `[B, T, H]`, the final theta >= 0, mu in [0, 1), alpha in [0, 1); nothing is scaled
-        inside.
+        lr, momentum, decay: `[B, T, H]`, the final theta >= 0, mu in [0, 1), alpha in [0, 1); nothing is scaled.
         weights: `L` tensors `[H, d_in, d_out]`, W_init; d_in of the first is K, d_out of the last is V.
-        chunk_size: tokens that share one W_xi for their gradients. reset_interval: tokens of memory time between
-        resets (before the
-            shard's first token writes), a multiple of `chunk_size`; `None` = never.
+        chunk_size: tokens that share one W_xi for their gradients.
+        reset_interval: tokens of memory time between resets (before the shard's first token writes), a multiple of
+            `chunk_size`; `None` = never.
         read: "current" o_t = f(W_t, q_t), or "chunk_start" o_t = f(W_xi, q_t).
         query_projection: "none", "shard" (q_t M_t since the last reset) or "chunk" (since the chunk's first token),
-        see `project_queries`.
+            its result normalised with `normalize_projection`; see `project_queries`.
         activation: "silu" or "gelu" between layers. residual: f(W, x) + x (needs K = V).
         layernorm: (gain `[H, V]`, bias `[H, V]`, eps) on the network's output, before the residual.
         decay_target: forget toward W_init ("init") or 0 ("zero").
@@ -167,12 +165,14 @@ def memory_chunkwise(
         mask: `[B, T]` bool, `False` = absent: the token neither writes nor counts, its output is 0.
         segment_ids: `[B, T]` int; a change between valid tokens starts a new document (fresh memory, time 0).
         initial_state: a state to go on from, per row at its own memory time, also inside a chunk.
+        output_final_state: also return the state after the last token.
         implementation: "chunk", "naive", "triton" (raises where it cannot run) or "auto": on CUDA "triton" where it
-        can run, else "chunk". Triton multiplies bfloat16 q, k and v as they are. One token after a state is the
-        recurrence itself in all of them.
+            can run, else "chunk". Triton multiplies bfloat16 q, k and v as they are. One token after a state is the
+            recurrence itself in all of them.
         grad_bound: limit on |g_t| over all layers (then a chunk moves the weights by at most `grad_bound` x the sum
-        of its theta). output_surprise: also return the inner loss 1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B,
-        T, H]`, without gradient.
+            of its theta).
+        output_surprise: also return the inner loss 1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B, T, H]`, without
+            gradient.
 
     Returns:
         `(o [B, T, Hq, V] in q's dtype, MemoryState or None)`, plus the surprise if asked for. Gradients flow through
@@ -324,7 +324,7 @@ def _run_rows(q, k, v, lr, init, net, options, momentum, decay, mask, segment_id
 
     coef = chunk_coefficients(theta, mu, keep, present, plan.current)
     tensors = (programs(k), programs(v))
-    flat = [*(W or []), *(xi or [None] * len(W)), *(S or [None] * len(W)), *(target or [None] * len(W))]
+    flat = [*W, *(xi or [None] * len(W)), *(S or [None] * len(W)), *(target or [None] * len(W))]
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(y, Tensor) and y.requires_grad for y in (x, *tensors, *coef, *(ln or ()), *flat)
     )

@@ -477,12 +477,16 @@ class TNTModel(TNTPreTrainedModel):
             past_key_values: [`TNTCache`], or the library's dynamic or static cache made with this config.
             output_surprise: also return `surprise`, per memory layer `[B, T]`.
 
+        Returns:
+            `last_hidden_state` `[B, T, hidden]`, `past_key_values` unless `use_cache=False`, and what was asked for.
+
         Raises:
             ValueError: both or none of `input_ids` and `inputs_embeds`; a cache that cannot hold a memory; a mask that
                 does not cover the cached tokens; packing together with a cache.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
-            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+            given = "none" if input_ids is None else "both"
+            raise ValueError(f"You must specify exactly one of input_ids or inputs_embeds, got {given}")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         B, T = inputs_embeds.shape[:2]

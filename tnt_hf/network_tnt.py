@@ -37,11 +37,8 @@ def activate(name: str, z: Tensor) -> Tensor:
     return F.silu(z) if name == "silu" else F.gelu(z)
 
 
-def through_activation(name: str, grad: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor:
+def through_activation(name: str, grad: Tensor, z: Tensor) -> Tensor:
     """grad * phi'(z)."""
-    if out is not None:
-        backward = torch.ops.aten.silu_backward if name == "silu" else torch.ops.aten.gelu_backward
-        return backward.grad_input(grad, z, grad_input=out)
     if name == "gelu":
         return torch.ops.aten.gelu_backward(grad, z)
     if not torch.is_grad_enabled():  # one fused kernel, which has no derivative of its own

@@ -122,6 +122,7 @@ def project_queries(
         normalize: L2-normalise q~ (|q M| grows with the shard; `False` is the paper).
         mask, segment_ids: `[B, T]`, as in `memory_chunkwise`.
         initial_state: `(M [B, H, K, K], time [B])` before the first token.
+        output_final_state: also return M after the last one.
         implementation: "chunk" (torch), "triton" (its products with q's dtype as operands; a single token that goes
         on from a state needs no kernel) or "auto", as in `memory_chunkwise`.
 

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     full: Tensor | bool
     keep_state: bool
     keep_loss: bool
-    bound: float | None = None  # of |g_i|: c_{t,i} shrinks by the excess
+    bound: float | None  # of |g_i|: c_{t,i} shrinks by the excess
 
 
 class Block(NamedTuple):
@@ -128,8 +128,7 @@ def blocks(plan: Plan, length: int) -> list[Block]:
     return blocks
 
 
-# ------------------------------------------------------------------------------------------- one chunk of the dual
-# form
+# -------------------------------------------------------------------------------------- one chunk of the dual form
 
 
 def grouped(x: Tensor | None, groups: int) -> Tensor | None:

@@ -26,10 +26,10 @@ class MemoryState:
     Attributes:
         weights: `L` tensors `[B, H, d_in, d_out]`, the current weights W_t (float32, or float64 for float64 inputs).
         chunk_weights: `L` tensors of the same shapes, W_xi of the running chunk (the same tensors as `weights` at
-        chunk size 1).
+            chunk size 1).
         momentum: `L` tensors of the same shapes, S_t, or `None` without momentum.
         projection: `[B, H, K, K]`, M_t = sum of k^T k / |k|^2 since the last reset, or `None` without query
-        projection.
+            projection.
         time: `[B]` int64, memory time: valid tokens of the current document seen so far.
     """
 
@@ -44,8 +44,7 @@ def token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k,
     """One token of the recurrence for every row of a batch: the paper's equations in order.
 
     q `[B, H, G, K]`; k `[B, H, 1, K]`; v `[B, H, 1, V]`; lr, momentum, decay `[B, H]`; present `[B]` bool or `None`
-    (all).
-    Returns the read-out `[B, H, G, V]`, the new state and the inner loss before the write `[B, H]`.
+    (all). Returns the read-out `[B, H, G, V]`, the new state and the inner loss before the write `[B, H]`.
     """
     weights, start, S, M, ln = (
         state.weights,

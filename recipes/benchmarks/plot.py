@@ -1,22 +1,9 @@
-"""The picture of a result, from its JSON alone: `tnt bench plot FILE.json`, or
+"""The picture of a result, from its JSON alone: `tnt bench plot FILE.json`."""
 
-python -m tnt_hf.recipes.benchmarks.plot results/memory_op.json results/memory_op.png
-"""
-
-import argparse
 import json
 from pathlib import Path
 
-
-def bars(report: dict, clock: str) -> dict[str, dict[int, dict]]:
-    """{contestant: {chunk size: spread of the ratio}} of everything that was measured in a memory_op.json."""
-    found = {}
-    for rival in ("ttt-lm", "titans-pytorch"):
-        for chunk_size, entry in report[rival].items():
-            for name, result in entry.items():
-                if isinstance(result, dict) and isinstance(result.get(rival), dict):
-                    found.setdefault(f"{rival} {name}", {})[int(chunk_size)] = result[rival]["speedup"][clock]
-    return found
+from tnt_hf.recipes.pictures import finish
 
 
 def hardware(report: dict) -> str:
@@ -69,21 +56,12 @@ def _tokens(axis) -> None:
 # ---------------------------------------------------------------------------------------------- one function per suite
 
 
-def memory_op(report: dict, plt, clock: str = "cpu"):
-    """Ratios of a memory_op.json, with the targets as lines."""
-    found = {name: {f"C = {size}": x for size, x in by.items()} for name, by in bars(report, clock).items()}
-    return _ratios(found, report["targets"], report, plt, clock)
-
-
 def memory(report: dict, plt):
-    """Ratios of the suite `memory`."""
+    """Ratios of the suite `memory`, with the goals as lines."""
     faster = report["summary"]["times_faster"]
     found = {n: {f"C = {c}": x for c, x in by.items() if isinstance(x, dict)} for n, by in faster.items()}
     targets = {name: x for name, x in report["summary"]["targets"].items() if isinstance(x, dict)}
-    return _ratios({name: entry for name, entry in found.items() if entry}, targets, report, plt, report["clock"])
-
-
-def _ratios(found, targets, report, plt, clock):
+    found = {name: entry for name, entry in found.items() if entry}
     figure, axis = plt.subplots(figsize=(9, 5))
     groups = sorted({group for entry in found.values() for group in entry}, key=lambda name: int(name.split()[-1]))
     grouped(axis, found, groups)
@@ -96,7 +74,7 @@ def _ratios(found, targets, report, plt, clock):
                 x = groups.index(f"C = {size}")
                 axis.hlines(target, x - 0.45, x + 0.45, colors="black", linestyles=style, linewidth=1)
     axis.set_yscale("log")
-    axis.set_ylabel(f"times faster, {clock} time")
+    axis.set_ylabel(f"times faster, {report['clock']} time")
     axis.set_title(f"forward + backward, {hardware(report)}; black lines: the goal against {asked}", fontsize=9)
     return figure
 
@@ -156,7 +134,7 @@ def conversion(report: dict, plt):
 SUITES = {function.__name__: function for function in (memory, train, decode, liza, conversion)}
 
 
-def draw_file(result: Path, picture: Path | None = None, **options) -> Path:
+def draw_file(result: Path, picture: Path | None = None) -> Path:
     """
     Draws what a result holds.
 
@@ -167,39 +145,17 @@ def draw_file(result: Path, picture: Path | None = None, **options) -> Path:
         The picture's path.
 
     Raises:
-        ValueError: the file is no finished result of a suite, nor a memory_op.json.
+        ValueError: the file is no finished result of a suite.
     """
     report = json.loads(result.read_text())
     name = report.get("suite")
-    if name is None and {"ttt-lm", "titans-pytorch"} <= report.keys():
-        draw = memory_op
-    elif name not in SUITES:
+    if name not in SUITES:
         raise ValueError(f"{result} has suite={name!r}: must be one of {', '.join(SUITES)}")
-    elif not report["complete"]:
+    if not report["complete"]:
         raise ValueError(f"{result} is unfinished: start the suite {name} again with the same settings")
-    else:
-        draw = SUITES[name]
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure = draw(report, plt, **options)
-    figure.tight_layout()
-    picture = picture or result.with_suffix(".png")
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)
-    return picture
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("picture", type=Path)
-    parser.add_argument("--clock", choices=("cpu", "wall"), help="of a memory_op.json")
-    args = parser.parse_args(argv)
-    draw_file(args.results, args.picture, **({"clock": args.clock} if args.clock else {}))
-
-
-if __name__ == "__main__":
-    main()
+    return finish(SUITES[name](report, plt), picture or result.with_suffix(".png"))
