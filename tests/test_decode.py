@@ -141,6 +141,22 @@ def test_hooks_and_adapters_take_effect_while_decoding(part, before):
     assert not torch.allclose(full, plain)
 
 
+@pytest.mark.parametrize("pads", [0, 5], ids=["all valid", "padded"])
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_a_clock_that_stays_on_its_device_tells_every_layer_the_same_time(monkeypatch, mode, pads):
+    """As on a GPU, where nobody waits to read it: the clock of all layers is a tensor."""
+    monkeypatch.setattr(Clock, "of", classmethod(lambda cls, time, present: cls(time, present)))
+    model, ids, cache = tiny_model(**MODES[mode]), tokens(2, 40), TNTCache(tiny_config(**MODES[mode]))
+    mask = torch.ones_like(ids)
+    mask[0, :pads] = mask[1, 20 : 20 + pads] = 0
+    full, decoded = model(ids, attention_mask=mask).logits, []
+    for t in range(40):
+        past = mask[:, : t + 1] if pads else None
+        decoded.append(model(ids[:, t : t + 1], attention_mask=past, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(decoded, 1)[mask.bool()], full[mask.bool()], atol=1e-9, rtol=0)
+
+
 def test_a_step_with_gradients_is_the_same_step():
     """Gradients flow through decoded tokens; the state they started from is not overwritten. Across a reset, before
     which one row has nothing to say for two tokens."""

@@ -149,5 +149,6 @@ def one_token_clock(cache: Cache | None, layout: StateLayout, valid: Tensor | No
         return None
     if not cache.layers[layout.layers[0]].has_previous_state[0]:
         return None
-    time = cache.layers[layout.layers[0]].recurrent_states[layout.slots - 1]
+    # A copy: the first layer advances its own in place before the others have looked at the clock.
+    time = cache.layers[layout.layers[0]].recurrent_states[layout.slots - 1].clone()
     return Clock.of(time, None if valid is None else valid[:, 0])
