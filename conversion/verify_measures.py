@@ -126,7 +126,7 @@ def in_pieces(model: nn.Module, ids: Tensor, pieces: list[int]) -> tuple[Tensor,
 
 def padded(rows: list[Tensor], length: int, side: str) -> tuple[Tensor, Tensor]:
     """Rows `[n]` of ids padded with token 0 on the `side` "left" or "right": ids and mask `[B, length]`."""
-    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    ids = rows[0].new_zeros(len(rows), length)
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
         place = slice(length - len(row), length) if side == "left" else slice(0, len(row))

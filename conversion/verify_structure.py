@@ -42,7 +42,7 @@ def crossed(config: Any, length: int) -> dict[str, bool]:
 
 def other_tokens(ids: Tensor, vocabulary: int, generator: torch.Generator) -> Tensor:
     """Random ids that differ from `ids` everywhere."""
-    return (ids + torch.randint(1, vocabulary, ids.shape, generator=generator)) % vocabulary
+    return (ids + torch.randint(1, vocabulary, ids.shape, generator=generator).to(ids.device)) % vocabulary
 
 
 def check_future(model: nn.Module, ids: Tensor, full: Tensor, seed: int, tolerance: float) -> Result:

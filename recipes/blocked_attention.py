@@ -22,11 +22,11 @@ BLOCK = 64  # queries; the fastest of 32, 64 and 128 here
 
 @lru_cache
 @torch.inference_mode(False)  # what evaluation left in the cache must serve training
-def _bias(queries: int, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def _bias(queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`[queries, keys]`: 0 where the last `queries` of `keys` tokens may look, minus infinity elsewhere."""
-    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     seen = (distance >= 0) & (distance < (window or keys))
-    return torch.zeros(queries, keys, dtype=dtype).masked_fill(~seen, -torch.inf)
+    return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
 
 
 class _Blocks(torch.autograd.Function):
@@ -47,7 +47,7 @@ class _Blocks(torch.autograd.Function):
         T, k = q.shape[1], k.transpose(1, 2)
         for start in range(0, T, BLOCK):
             stop, first = min(start + BLOCK, T), 0 if window is None else max(0, start - window + 1)
-            bias = _bias(stop - start, stop - first, window, q.dtype)
+            bias = _bias(stop - start, stop - first, window, q.dtype, q.device)
             scores = torch.baddbmm(bias, q[:, start:stop], k[:, :, first:stop])
             yield slice(start, stop), slice(first, stop), torch.softmax(scores, -1)
 

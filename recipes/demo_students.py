@@ -261,6 +261,7 @@ def evaluation_command(folder: Path, texts: Path, plan: ConversionPlan) -> list[
         "tokens": plan.evaluation_tokens,
         "batch-size": plan.batch_size,
         "seed": plan.seed,
+        "device": "cpu",  # where everything else of the demo runs
     }
     words = [[f"--{name}", *map(str, x if isinstance(x, list) else [x])] for name, x in options.items()]
     return [str(folder), *(word for option in words for word in option)]

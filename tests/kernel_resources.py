@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import kernel_rows
 import torch
@@ -21,18 +22,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tnt_hf import kernels_tnt
 from tnt_hf.kernels_local_reverse_tnt import reverse_kernel
 from tnt_hf.kernels_local_tnt import forward_kernel
+from tnt_hf.kernels_parts_tnt import SM_90
 from tnt_hf.kernels_tnt import Shape
 from tnt_hf.network_tnt import Net
 
 
 FIGURES = Path(__file__).with_name("kernel_figures.json")
 TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = {90: SM_90, 80: 163 << 10}  # of one program
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def measure(kernel, types: dict[str, str], constants: dict, options: dict) -> dict:
+def measure(kernel, types: dict[str, str], constants: dict, options: dict, target: GPUTarget = TARGET) -> dict:
     """Compiles `kernel`: `types` are those of its run-time arguments ("*fp32" for what is not named), `constants` its
     compile-time ones and those that are `None`, `options` what a launch passes to the compiler. Addresses and what is
     called a stride are multiples of 16, as a launch finds them to be."""
@@ -42,7 +46,7 @@ def measure(kernel, types: dict[str, str], constants: dict, options: dict) -> di
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in known}
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=TARGET, options=options)
+    compiled = triton.compile(source, target=target, options=options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
@@ -62,7 +66,7 @@ def measure(kernel, types: dict[str, str], constants: dict, options: dict) -> di
 
 def local(
     kernel, chunk_size=16, width=64, expansion=1, depth=2, groups=1, momentum=False, decay=False, norm=False,
-    bound=None, carried=False, operands=torch.bfloat16,
+    bound=None, carried=False, operands=torch.bfloat16, target=TARGET,
 ) -> Callable[[], dict]:  # fmt: skip
     """A row of the table: a kernel of the local memory while it trains, as `kernels_tnt` launches it."""
 
@@ -85,7 +89,10 @@ def local(
         types |= dict.fromkeys(("state_stride", "kept_stride", "first", "last", "every"), "i32")
         types |= dict.fromkeys(("bound", "eps"), "fp32")
         constants = {**shape.constants, **dict.fromkeys(absent)}
-        return measure(kernel, types, constants, shape.launch(kernel is reverse_kernel, torch.device("cuda")))
+        room = SHARED_BYTES[target.arch]
+        with patch.object(kernels_tnt, "shared_memory", lambda device: room):
+            options = shape.launch(kernel is reverse_kernel, torch.device("cuda"))
+        return measure(kernel, types, constants, options, target)
 
     return figures
 
@@ -117,6 +124,8 @@ ROWS: dict[str, Callable[[], dict]] = {
     **both("C=16 m=1 width 16", width=16),
     **both("C=16 m=1 width 32", width=32),
     **both("C=16 m=1 width 128", width=128),
+    **both("C=16 m=1 width 32 float32", width=32, operands=torch.float32),
+    **both("C=16 m=1 on sm_80", target=GPUTarget("cuda", 80, 32)),
     **{name: partial(measure, *row) for name, row in kernel_rows.ROWS.items()},
 }
 

@@ -15,6 +15,7 @@ from tnt_hf.kernels_global_tnt import (
     WRITE_REVERSE_ROWS_MOMENTUM,
     WRITE_ROWS,
 )
+from tnt_hf.kernels_parts_tnt import REGISTERS
 from tnt_hf.kernels_projection_tnt import COLUMNS, project, project_reverse, running_sums
 
 
@@ -28,7 +29,11 @@ TYPES = {**TOKENS, **NUMBERS, "starts": "*i32", "lengths": "*i32", "time": "*i64
 def row(kernel, warps: int, **constants):
     """A kernel with those of the compile-time arguments that it has."""
     types = {name: kind for name, kind in TYPES.items() if name in kernel.arg_names}
-    return kernel, types, {n: x for n, x in constants.items() if n in kernel.arg_names}, {"num_warps": warps}
+    options = {"num_warps": warps}
+    if constants.get("DT") == tl.float32:
+        types |= dict.fromkeys(types.keys() & TOKENS.keys(), "*fp32")
+        options |= {"maxnreg": REGISTERS} if kernel is write_reverse else {}
+    return kernel, types, {n: x for n, x in constants.items() if n in kernel.arg_names}, options
 
 
 def projection(groups: int) -> dict:
@@ -40,11 +45,11 @@ def projection(groups: int) -> dict:
     }
 
 
-def chunk(name: str, expansion=1, depth=2, momentum=False, forgetting=False, norm=False, bound=False) -> dict:
+def chunk(name: str, expansion=1, depth=2, momentum=False, forgetting=False, norm=False, bound=False, DT=tl.bfloat16):
     """The global memory's kernels, in a model that trains."""
     large, size = expansion > 1 or norm, D * D * expansion
     net = {"K": D, "E": D * expansion, "V": D, "L": depth, "ACT": "silu", "RESIDUAL": False, "NORM": norm}
-    net |= {"DT": tl.bfloat16, "MOMENTUM": momentum, "BOUND": bound, "LOSS": False}
+    net |= {"DT": DT, "MOMENTUM": momentum, "BOUND": bound, "LOSS": False}
     state = {"size": size, "BLOCK": 1024, "FORGET": "init" if forgetting else "none", "MOMENTUM": momentum}
     back = (WRITE_REVERSE_ROWS_MOMENTUM if momentum else WRITE_REVERSE_ROWS)[large]
     return {
@@ -77,6 +82,7 @@ ROWS = {
     **chunk("m=1 momentum forgetting bound", momentum=True, forgetting=True, bound=True),
     **chunk("m=2", expansion=2),
     **chunk("m=2 momentum forgetting", expansion=2, momentum=True, forgetting=True),
+    **chunk("m=1 float32", DT=tl.float32),
     **step("C=1 m=1"),
     **step("C=16 m=1 projected", chunked=True, projection="shard"),
     **step("C=16 m=1 GQA 4 with everything", chunked=True, groups=4, gates=True, projection="shard"),

@@ -8,6 +8,7 @@ import torch
 from test_memory import make_inputs
 from tiny import tiny_model
 
+from tnt_hf import kernels_choice_tnt
 from tnt_hf.kernels_choice_tnt import choose, unsupported_projection, unsupported_scan, unsupported_step
 from tnt_hf.memory_tnt import memory_chunkwise
 
@@ -35,7 +36,7 @@ def weights_of(*widths):
     ],
 )
 def test_what_no_kernel_covers_has_a_reason(reason, arguments):
-    device, *memory = *arguments, torch.float32
+    device, *memory = *arguments, torch.float32, False
     assert reason in unsupported_scan(device, *memory)
     with pytest.raises(ValueError, match="implementation='triton' cannot run here"):
         choose("implementation", "triton", device, unsupported_scan, *memory)
@@ -43,14 +44,32 @@ def test_what_no_kernel_covers_has_a_reason(reason, arguments):
 
 def test_what_the_kernels_cover():
     for widths in ((16, 16), (64, 64, 64), (64, 128, 64), (64, 256, 64), (128, 128, 128), (32, 64, 16)):
-        assert unsupported_scan(CUDA, torch.float32, "current", weights_of(*widths), torch.float32) is None
+        assert unsupported_scan(CUDA, torch.float32, "current", weights_of(*widths), torch.float32, False) is None
         assert unsupported_step(CUDA, torch.float32, weights_of(*widths)) is None
     for widths, operands in (
         ((64, 64, 64), torch.float32),
         ((64, 128, 64), torch.bfloat16),
         ((128, 128), torch.bfloat16),
     ):
-        assert unsupported_scan(CUDA, torch.float32, "chunk_start", weights_of(*widths), operands) is None
+        assert unsupported_scan(CUDA, torch.float32, "chunk_start", weights_of(*widths), operands, True) is None
+
+
+@pytest.mark.parametrize(
+    "kilobytes, operands, momentum, widths, fits",
+    [  # compiled for sm_90, sm_80 and sm_86: bytes of shared memory of the backward kernel, the larger one
+        (227, torch.float32, True, (256, 128), False),  # 278,528
+        (227, torch.bfloat16, True, (256, 128), True),  # 196,608
+        (227, torch.bfloat16, True, (128, 128, 128), True),  # 147,456
+        (163, torch.bfloat16, True, (128, 128), True),  # 131,072
+        (99, torch.bfloat16, True, (128, 128), False),  # 131,072
+        (99, torch.bfloat16, False, (128, 128), True),  # 73,728
+        (99, torch.bfloat16, True, (64, 64, 64), True),  # 36,864
+    ],
+)
+def test_a_memory_has_to_fit_into_shared_memory(monkeypatch, kilobytes, operands, momentum, widths, fits):
+    monkeypatch.setattr(kernels_choice_tnt, "shared_memory", lambda device: kilobytes << 10)
+    reason = unsupported_scan(CUDA, torch.float32, "current", weights_of(*widths), operands, momentum)
+    assert (reason is None) == fits and (fits or "on this GPU" in reason)
 
 
 def test_the_projection_has_its_reasons():
@@ -61,7 +80,7 @@ def test_the_projection_has_its_reasons():
 
 def test_auto_on_cuda_says_once_why_it_does_not_use_them(caplog):
     def auto(*widths):
-        memory = torch.float32, "current", weights_of(*widths), torch.float32
+        memory = torch.float32, "current", weights_of(*widths), torch.float32, False
         return choose("memory_implementation", "auto", CUDA, unsupported_scan, *memory)
 
     assert auto(16, 16) == "triton"

@@ -173,6 +173,6 @@ def case_gradients_without_a_final_state():
 
 def case_auto_does_not_choose_the_interpreter():
     cpu, weights = torch.device("cpu"), [torch.ones(1, 16, 16)]
-    memory = torch.float32, "current", weights, torch.float32
+    memory = torch.float32, "current", weights, torch.float32, False
     assert unsupported_scan(cpu, *memory) is None
     assert choose("implementation", "auto", cpu, unsupported_scan, *memory) == "chunk"

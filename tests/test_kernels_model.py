@@ -1,5 +1,7 @@
 """A model on its Triton kernels, run by the interpreter, is the model in torch: training, prefill and decoding."""
 
+import json
+
 import pytest
 import torch
 from interpreter import run_cases
@@ -11,6 +13,7 @@ from tnt_hf.kernels_global_tnt import TritonGlobal
 from tnt_hf.kernels_projection_tnt import TritonProjection
 from tnt_hf.kernels_tnt import TritonScan
 from tnt_hf.memory_tnt import memory_chunkwise
+from tnt_hf.recipes.benchmarks import kernels_gpu
 
 
 SHAPE = {"head_dim": 16, "global_chunk_size": 8, "local_chunk_sizes": [4], "local_reset_interval": 16}
@@ -120,3 +123,16 @@ def case_the_op_projects_with_its_kernel_too(monkeypatch):
     o = [memory_chunkwise(*tensors, weights, **options, implementation=x)[0] for x in ("chunk", "triton")]
     assert used == [1]
     assert_same([o[1]], [o[0]], CLOSE)
+
+
+def case_the_script_for_a_gpu_finds_them_right(tmp_path):
+    """Everything it checks there but the times, on small shapes; a case that cannot run is a result too."""
+    shapes = ["--check-tokens", "48", "--width", "16", "--heads", "2"]
+    cases = ["model", "C=16 m=1 masked", "global", "C=16 m=1 nonsense"]
+    kernels_gpu.main(["--out", str(tmp_path / "new" / "found.json"), "--cases", ",".join(cases), *shapes])
+    found = json.loads((tmp_path / "new" / "found.json").read_text())["cases"]
+    assert list(found) == cases and "KeyError" in found.pop(cases[-1])["float32"]["failed"]
+    for entry in (entry for by_kind in found.values() for entry in by_kind.values()):
+        errors = entry["error"].values()
+        for pair in errors if "training" in entry["error"] else [errors]:
+            assert all(error <= limit for error, limit in zip(pair, entry["limits"], strict=True)), entry

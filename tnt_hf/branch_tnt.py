@@ -97,7 +97,8 @@ class TNTMemoryUnit(nn.Module):
 
         lr, momentum, decay = self.gates(hidden_states, lr_scale, q.dtype)
         weights, tokens = self.weights(), (q, k, v)
-        how = choose(FIELD, self.implementation, q.device, unsupported_scan, q.dtype, spec.read, weights, operands)
+        memory = q.dtype, spec.read, weights, operands, momentum is not None
+        how = choose(FIELD, self.implementation, q.device, unsupported_scan, *memory)
         if how == "triton":
             tokens = (x.to(operands) for x in tokens)
         layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)

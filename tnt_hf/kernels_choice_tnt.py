@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .kernels_parts_tnt import WIDTHS, shared_memory, unavailable
+from .kernels_parts_tnt import SM_90, WIDTHS, shared_memory, unavailable
 
 
 STATE_FLOATS = 2 * 64 * 256  # of W: what does not stay in registers is spilled, and beyond this does not compile
@@ -43,17 +43,19 @@ def choose(field: str, value: str, device: torch.device, unsupported: Callable[.
 
 
 def unsupported_scan(
-    device: torch.device, dtype: torch.dtype, read: str, weights: list[Tensor], operands: torch.dtype
+    device: torch.device, dtype: torch.dtype, read: str, weights: list[Tensor], operands: torch.dtype, momentum: bool
 ) -> str | None:
     """Why the kernels cannot run a memory, or `None` if they can: on `device`, with state and arithmetic in `dtype`,
-    for a read, weights `[H, d_in, d_out]` and q, k and v of type `operands`."""
+    for a read, weights `[H, d_in, d_out]`, q, k and v of type `operands`, with or without momentum."""
     if reason := unsupported_step(device, dtype, weights):
         return reason
     floats, room = sum(w.shape[1] * w.shape[2] for w in weights), shared_memory(device)
     if read == "current":
         if floats > STATE_FLOATS:
             return f"a head's weights are {floats} numbers, and the kernels hold {STATE_FLOATS}"
-        need = 4 * floats
+        # measured, rounded up: backward stages weights, gradients and those of a momentum, wgmma's operands in place
+        light = operands == torch.bfloat16 and room >= SM_90
+        need = (5 if not momentum else 6 if light else 9) * floats
     else:
         if any(n not in WIDTHS for w in weights for n in w.shape[1:]):
             found = [tuple(w.shape[1:]) for w in weights]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
-from .kernels_parts_tnt import operand, rows_of_tile
+from .kernels_parts_tnt import REGISTERS, operand, rows_of_tile
 
 
 PROGRAMS = 264  # to be had by splitting chunks, where there are fewer: two for every processor of an H200
@@ -201,6 +201,8 @@ class _Chunks:
             "K": q.shape[2], "E": W[0].shape[2], "V": v.shape[2], "L": len(W), "ACT": plan.net.activation,
             "RESIDUAL": plan.net.residual, "NORM": norm is not None, "DT": operand(q.dtype),
         }  # fmt: skip
+        # without tensor cores, in float32, `write_reverse` needs all there are
+        self.registers = {} if q.dtype == torch.bfloat16 else {"maxnreg": REGISTERS}
         self.gates = {"MOMENTUM": ends.s is not None, "BOUND": plan.bound is not None}
         forget = "none" if ends.A is None else "zero" if target is None else "init"
         self.state = {"FORGET": forget, "MOMENTUM": ends.s is not None}
@@ -279,7 +281,7 @@ class _Chunks:
                 self.k[here], self.v[here], starts[0][here], starts[-1][here], *self.norm, weight[here], s[here],
                 d.W[0], d.W[-1], d_S[0], d_S[-1], d.k[here], d.v[here], d_weight[here], d_s[here], shares[0],
                 shares[-1], *(norm or self.norm), self.eps, self.bound, C, shape.tiles, BR=shape.rows, **self.gates,
-                **self.net, num_warps=8,
+                **self.net, **self.registers, num_warps=8,
             )  # fmt: skip
         for i, dw in enumerate(d.W):
             gates, options = self._gates(here, dw[0].numel())

@@ -120,18 +120,18 @@ def reverse_kernel(
     none = tl.zeros((1,), tl.float32)
     d_S1, d_S2, d_T1, d_T2, d_X1, d_X2 = none, none, none, none, none, none
     g_gain, g_bias, scale, shift = none, none, None, None
-    d_W1, d_W2 = load_layers(d_state + p * NS, DEPTH, DK, DA, DV)
+    d_W1, d_W2 = load_layers(d_state + p * NS, DEPTH, DK, DA, DV, "")
     if MOMENTUM:
-        d_S1, d_S2 = load_layers(d_state + p * NS + NW, DEPTH, DK, DA, DV)
+        d_S1, d_S2 = load_layers(d_state + p * NS + NW, DEPTH, DK, DA, DV, "")
     T1, T2 = None, None
     if target is not None:
         T1, T2 = target + p * NW, target + p * NW + H1
-        d_T1, d_T2 = load_layers(d_target + p * NW, DEPTH, DK, DA, DV)
+        d_T1, d_T2 = load_layers(d_target + p * NW, DEPTH, DK, DA, DV, "")
     if SPLIT:
         d_X1, d_X2 = tl.zeros_like(d_W1), tl.zeros_like(d_W2)
         if d_x_end is not None:
             if total <= last:
-                d_X1, d_X2 = load_layers(d_x_end + p * NW, DEPTH, DK, DA, DV)
+                d_X1, d_X2 = load_layers(d_x_end + p * NW, DEPTH, DK, DA, DV, "")
     if NORM:
         scale, shift = tl.load(gain + p * DV + wide), tl.load(bias + p * DV + wide)
         g_gain, g_bias = tl.load(d_gain + p * DV + wide), tl.load(d_bias + p * DV + wide)
@@ -140,16 +140,16 @@ def reverse_kernel(
         block = (tl.load(starts + j // R) + p) * R + j % R
         here = kept + p * kept_stride + (j - first) * NS
         S1, S2 = none, none
-        W1, W2 = load_layers(here, DEPTH, DK, DA, DV)
+        W1, W2 = load_layers(here, DEPTH, DK, DA, DV, "")
         if MOMENTUM:
-            S1, S2 = load_layers(here + NW, DEPTH, DK, DA, DV)
+            S1, S2 = load_layers(here + NW, DEPTH, DK, DA, DV, "")
         X1, X2 = W1, W2
         if SPLIT:
             start = here - j % R * NS
             if x is not None:
                 if j < R:  # the chunk that began before this call
                     start = x + p * NW
-            X1, X2 = load_layers(start, DEPTH, DK, DA, DV)
+            X1, X2 = load_layers(start, DEPTH, DK, DA, DV, "")
         key = load_rows(k + block * ROWS * DK, live, DK, BC, DK)
         value = load_rows(v + block * ROWS * DV, live, DV, BC, DV).to(tl.float32)
         a, delta, below, slope, curve, behind, error, h, inverse = inner_gradient(
@@ -296,7 +296,7 @@ def reverse_kernel(
             d_W1, d_W2 = h_X1, h_X2
             if d_x_end is not None:
                 if j == total - 1:
-                    more_1, more_2 = load_layers(d_x_end + p * NW, DEPTH, DK, DA, DV)
+                    more_1, more_2 = load_layers(d_x_end + p * NW, DEPTH, DK, DA, DV, "")
                     d_W1, d_W2 = d_W1 + more_1, d_W2 + more_2
     store_layers(d_state + p * NS, d_W1, d_W2, DEPTH, DK, DA, DV)
     if MOMENTUM:

@@ -22,10 +22,8 @@ def matrix(base, M: tl.constexpr, N: tl.constexpr):
 
 
 @jit
-def load_layers(
-    base, DEPTH: tl.constexpr, DK: tl.constexpr, DA: tl.constexpr, DV: tl.constexpr, CACHE: tl.constexpr = ""
-):
-    """The matrices of the hidden layer (depth 1: a placeholder) and of the top layer."""
+def load_layers(base, DEPTH: tl.constexpr, DK: tl.constexpr, DA: tl.constexpr, DV: tl.constexpr, CACHE: tl.constexpr):
+    """The matrices of the hidden layer (depth 1: a placeholder) and of the top layer, `CACHE` as `tl.load` has it."""
     hidden = tl.zeros((1,), tl.float32)
     if DEPTH == 2:
         hidden = tl.load(matrix(base, DK, DA), cache_modifier=CACHE)
@@ -194,13 +192,13 @@ def forward_kernel(
     live = i < ROWS
     total = tl.load(lengths + p)
     S1, S2 = tl.zeros((1,), tl.float32), tl.zeros((1,), tl.float32)
-    W1, W2 = load_layers(state + p * state_stride, DEPTH, DK, DA, DV)
+    W1, W2 = load_layers(state + p * state_stride, DEPTH, DK, DA, DV, "")
     if MOMENTUM:
-        S1, S2 = load_layers(state + p * state_stride + NW, DEPTH, DK, DA, DV)
+        S1, S2 = load_layers(state + p * state_stride + NW, DEPTH, DK, DA, DV, "")
     if SPLIT:
         X1, X2 = W1, W2
         if x is not None:
-            X1, X2 = load_layers(x + p * NW, DEPTH, DK, DA, DV)
+            X1, X2 = load_layers(x + p * NW, DEPTH, DK, DA, DV, "")
     scale, shift = None, None
     T1 = None if target is None else target + p * NW
     T2 = None if target is None else target + p * NW + H1

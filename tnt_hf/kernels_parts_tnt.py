@@ -9,7 +9,7 @@ Products take bf16 or fp32 operands and accumulate in float32. Travels with ever
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -29,6 +29,8 @@ def jit(function=None, **options):
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, slowly, as in the tests
+SM_90 = 227 << 10  # bytes of shared memory that one program of an H100 can have; GPUs with less have no wgmma
+REGISTERS = 255  # of a thread: as many as there can be. Where a kernel needs more, ptxas left alone may take 32
 WIDTHS = (16, 32, 64, 128)  # a tile's side is a power of two, and a product's inner axis at least 16
 
 
@@ -49,8 +51,17 @@ def unavailable(device: torch.device) -> str | None:
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program can have; those of sm_90 where no GPU is."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return 227 << 10
+        return SM_90
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@lru_cache(maxsize=64)
+def tables(counts: tuple, starts: tuple, device: torch.device, blocks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """`starts`, the first program of each step, and the number of blocks of each program, `blocks` a step, int32 on
+    `device`: kept, because a copy from the host waits for all work that is under way."""
+    ends = [*counts[1:], 0]
+    steps = [j + 1 for j, (n, rest) in reversed(list(enumerate(zip(counts, ends)))) for _ in range(n - rest)]
+    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, [n * blocks for n in steps]))
 
 
 def rows_of_tile(rows: int, most: int = 64) -> int:
@@ -65,8 +76,7 @@ def operand(dtype: torch.dtype):
 
 @jit
 def dot(a, b, DT: tl.constexpr):
-    """a @ b of operands in DT, in float32: of three tf32 products where they are float32, exact to about 2^-21. "ieee"
-    has no tensor cores, and ptxas gives such a kernel 32 registers and spills all else."""
+    """a @ b of operands in DT, in float32: of three tf32 products where they are float32, exact to about 2^-21."""
     return tl.dot(a.to(DT), b.to(DT), input_precision="tf32x3")
 
 

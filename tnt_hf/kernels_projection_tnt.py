@@ -11,12 +11,10 @@ from the last chunk to the first. Travels with every pushed checkpoint.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from .kernels_parts_tnt import dot, jit, load, operand, rows_of_tile, store, tl, triton
+from .kernels_parts_tnt import dot, jit, load, operand, rows_of_tile, store, tables, tl, triton
 
 
 COLUMNS = 32  # of M in one program of the sequential pass
@@ -80,15 +78,6 @@ def project_reverse(
     store(d_u, chunk * C + row, row < C, x, dU, K)
 
 
-@lru_cache(maxsize=64)
-def chunks_of(counts: tuple[int, ...], starts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """`starts` [steps] and the number of chunks of each program [P], int32 on `device`: kept, because a copy from the
-    host waits for all work that is under way."""
-    ends = [*counts[1:], 0]
-    lengths = [j + 1 for j, (n, rest) in reversed(list(enumerate(zip(counts, ends)))) for _ in range(n - rest)]
-    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lengths))
-
-
 class TritonProjection(torch.autograd.Function):
     """`projection_tnt._RunningProjection` on the GPU: q `[N, C G, K]`, unit keys u `[N, C, K]` (float32 or bfloat16),
     M `[P, K, K]` float32. Returns q_t M_t `[N, C G, K]` in q's dtype and the rows' last M."""
@@ -128,9 +117,9 @@ def _sums(grid, a: Tensor, b: Tensor, M: Tensor, groups: int, reverse: bool) -> 
     # chunks that no program of a dense grid uses are zero rows, and must not meet what memory held before
     before = (M.new_empty if sum(counts) == len(a) else M.new_zeros)(len(a), K, K)
     after = torch.empty_like(M)
-    tables = chunks_of(tuple(counts), tuple(starts), M.device)
+    places = tables(tuple(counts), tuple(starts), M.device)
     columns = min(K, COLUMNS)
     running_sums[(len(M), triton.cdiv(K, columns))](
-        a, b, M, before, after, *tables, C, groups, K, rows_of_tile(C), columns, reverse, operand(a.dtype), num_warps=4
+        a, b, M, before, after, *places, C, groups, K, rows_of_tile(C), columns, reverse, operand(a.dtype), num_warps=4
     )
     return before, after

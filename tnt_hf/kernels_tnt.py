@@ -9,7 +9,6 @@ Travels with every pushed checkpoint.
 """
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from .coefficients_tnt import Coef, chunk_coefficients
 from .kernels_global_tnt import TritonGlobal
 from .kernels_local_reverse_tnt import reverse_kernel
 from .kernels_local_tnt import forward_kernel
-from .kernels_parts_tnt import shared_memory, tl
+from .kernels_parts_tnt import REGISTERS, SM_90, operand, rows_of_tile, shared_memory, tables
 from .scan_tnt import Plan
 
 
@@ -57,7 +56,7 @@ class Shape(NamedTuple):
         K, A, V = self.widths
         return {
             "ROWS": self.rows,
-            "BC": max(16, 1 << (self.rows - 1).bit_length()),
+            "BC": rows_of_tile(self.rows),
             "R": self.blocks,
             "G": self.groups,
             "DK": K,
@@ -68,7 +67,7 @@ class Shape(NamedTuple):
             "RESIDUAL": self.net.residual,
             "MOMENTUM": self.momentum,
             "BOUND": self.bound is not None,
-            "DT": tl.bfloat16 if self.operands == torch.bfloat16 else tl.float32,
+            "DT": operand(self.operands),
         }
 
     @property
@@ -82,8 +81,10 @@ class Shape(NamedTuple):
         light = half and not reverse and self.floats <= 2 * 64 * 64 and self.rows <= 16
         small = max(self.widths) <= 32  # no product has work for more
         # loads ahead of their use take shared memory, which large states need all of
-        stages = 2 if self.floats <= 4 * 64 * 64 and shared_memory(device) >= 200 << 10 else 1
-        return {"num_warps": 2 if small else 4 if light else 8, "num_stages": stages}
+        wgmma = shared_memory(device) >= SM_90  # its operands need no registers
+        stages = 2 if self.floats <= 4 * 64 * 64 and wgmma else 1
+        options = {"num_warps": 2 if small else 4 if light else 8, "num_stages": stages}
+        return options if half and wgmma and not small else options | {"maxnreg": REGISTERS}
 
 
 def triton_scan(plan: Plan, q, k, v, scalars, ln, target, xi, W, S):
@@ -126,14 +127,6 @@ def packed(tensors: list[Tensor] | None) -> Tensor | None:
 def unpacked(x: Tensor, shapes: list) -> list[Tensor]:
     """The inverse of `packed`."""
     return [y.unflatten(1, shape) for y, shape in zip(x.split([math.prod(shape) for shape in shapes], 1), shapes)]
-
-
-@lru_cache(maxsize=64)
-def layout(counts: tuple, starts: tuple, blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first program of each step, and each program's number of blocks, on the device."""
-    ending = [a - b for a, b in zip(counts, [*counts[1:], 0])][::-1]
-    lengths = torch.repeat_interleave(torch.arange(len(counts), 0, -1), torch.tensor(ending))
-    return tuple(x.to(device, torch.int32) for x in (torch.tensor(starts), lengths * blocks))
 
 
 class TritonScan(torch.autograd.Function):
@@ -190,7 +183,7 @@ class TritonScan(torch.autograd.Function):
             if ctx.every != 1:
                 again = [*inputs[:11], kept[:, first // stride], *inputs[12:]]
                 launch_forward(plan, shape, again, first, last, (None,) * 4, room, 1)
-            starts, lengths = layout(tuple(plan.counts), tuple(plan.starts), shape.blocks, q.device)
+            starts, lengths = tables(tuple(plan.counts), tuple(plan.starts), q.device, shape.blocks)
             with torch.cuda.device_of(q):
                 reverse_kernel[(plan.counts[first // shape.blocks],)](
                     *inputs[:11], x, target, starts, lengths, room, d_o, d_x_end, *d_tokens, *d_sums[:2], d_state, d_x,
@@ -202,7 +195,7 @@ class TritonScan(torch.autograd.Function):
 
 def launch_forward(plan: Plan, shape: Shape, inputs: list, first: int, last: int, outputs, kept, every: int) -> None:
     """Blocks [first, last) from the states in `inputs`; `outputs` and `kept` are filled where they are not `None`."""
-    starts, lengths = layout(tuple(plan.counts), tuple(plan.starts), shape.blocks, inputs[0].device)
+    starts, lengths = tables(tuple(plan.counts), tuple(plan.starts), inputs[0].device, shape.blocks)
     with torch.cuda.device_of(inputs[0]):
         forward_kernel[(plan.counts[first // shape.blocks],)](
             *inputs, starts, lengths, *outputs, kept, inputs[11].stride(0), 0 if kept is None else kept.stride(0),

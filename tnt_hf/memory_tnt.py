@@ -216,7 +216,7 @@ def memory_chunkwise(
 
     dtype = torch.promote_types(torch.promote_types(q.dtype, weights[0].dtype), torch.float32)
     operands = q.dtype if q.dtype == torch.bfloat16 else dtype
-    asked, memory = implementation, (dtype, read, weights, operands)
+    asked, memory = implementation, (dtype, read, weights, operands, momentum is not None)
     implementation = choose("implementation", asked, q.device, unsupported_scan, *memory)
     projection = "chunk"
     if implementation == "triton" and query_projection != "none":

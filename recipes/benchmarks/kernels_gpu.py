@@ -1,11 +1,14 @@
 """The Triton kernels on a GPU: held to the recurrence in float64, then timed against the torch form.
 
-    python -m tnt_hf.recipes.benchmarks.kernels_gpu --out results/kernels_gpu.json
+    python -m tnt_hf.recipes.benchmarks.kernels_gpu --out kernels_gpu.json
 
-Every case is checked first, on a short sequence, against `memory_naive` in float64 on the same rounded inputs: outputs
-and all gradients, relative to the largest entry. A case beyond its limit is reported with its error and not timed.
-Times are CUDA events around the forward and around forward + backward, implementations taking turns. Without a CUDA
-device every case says "not measured".
+Every case is checked first, on a short sequence with resets, against `memory_naive` in float64 on the same rounded
+inputs, and a whole model (global and local memories, projection, decoding) against itself in float64 and torch. Errors
+are of the norm: a gradient has a jump where a limit on it begins to bind, so single numbers may differ by anything. A
+case beyond its limit is reported with its error and not timed, one that cannot run with its message, and all results
+so far are in the file after every case. Times are CUDA events around the forward and around forward + backward,
+implementations taking turns; in bfloat16 the torch form computes in float32. Without a CUDA device every case says
+"not measured".
 """
 
 import argparse
@@ -14,28 +17,39 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
+from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
+from tnt_hf.kernels_parts_tnt import INTERPRETED
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 from tnt_hf.recipes.benchmarks.measure import environment, spread
 
 
-DEVICE, NOT_MEASURED = "cuda", "not measured"
+NOT_MEASURED, MODEL = "not measured", "model"
 LIMITS = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 2e-2)}  # of outputs and of gradients
+MODEL_LIMITS = (1e-4, 1e-3)  # of logits and of gradients: float32 through layers of attention and memory
+DECODED = 40  # tokens
 CASES = {
     "C=16 m=1": {"chunk_size": 16},
     "C=16 m=1 linear": {"chunk_size": 16, "depth": 1},
     "C=16 m=1 bound": {"chunk_size": 16, "grad_bound": 1.0},
     "C=16 m=1 LayerNorm": {"chunk_size": 16, "layernorm": True, "grad_bound": 1.0},
     "C=16 m=1 momentum forgetting": {"chunk_size": 16, "momentum": True, "decay": True},
+    "C=16 m=1 GQA 4": {"chunk_size": 16, "groups": 4},
+    "C=16 m=1 projection": {"chunk_size": 16, "query_projection": "shard"},
+    "C=16 m=1 masked": {"chunk_size": 16, "masked": True},
     "C=16 m=2": {"chunk_size": 16, "expansion": 2},
     "C=8 m=1": {"chunk_size": 8},
     "C=64 m=1": {"chunk_size": 64},
     "C=128 m=1": {"chunk_size": 128},
+    "global": {"read": "chunk_start"},
+    "global momentum forgetting": {"read": "chunk_start", "momentum": True, "decay": True},
 }
 
 
-def inputs_of(case: dict, tokens: int, args, dtype: torch.dtype) -> tuple[list, list, dict, dict]:
-    """(q, k, v, lr), weights, options that are tensors, and the other options of the op."""
+def inputs_of(case: dict, tokens: int, reset: int, args, dtype: torch.dtype) -> tuple[list, list, dict, dict]:
+    """(q, k, v, lr), weights, options that are tensors, and the other options of the op. A case without a chunk size
+    is of a global memory: its chunk has `reset` tokens, and it has no resets."""
     g = torch.Generator().manual_seed(args.seed)
     H, D = args.heads, args.width
     hidden = D * case.get("expansion", 1)
@@ -45,19 +59,24 @@ def inputs_of(case: dict, tokens: int, args, dtype: torch.dtype) -> tuple[list, 
         return torch.randn(*shape, generator=g)
 
     def gate(scale):
-        return (scale * torch.rand(1, tokens, H, generator=g)).to(DEVICE)
+        return (scale * torch.rand(1, tokens, H, generator=g)).to(args.device)
 
-    q, k, v = (F.normalize(normal(1, tokens, H, D), dim=-1).to(DEVICE, dtype) for _ in range(3))
-    weights = [(normal(H, a, b) / a**0.5).to(DEVICE) for a, b in zip(widths, widths[1:])]
+    heads = H * case.get("groups", 1), H, H
+    q, k, v = (F.normalize(normal(1, tokens, n, D), dim=-1).to(args.device, dtype) for n in heads)
+    weights = [(normal(H, a, b) / a**0.5).to(args.device) for a, b in zip(widths, widths[1:])]
     options = {}
     if case.get("momentum"):
         options["momentum"] = gate(0.9)
     if case.get("decay"):
         options["decay"] = gate(0.01)
     if case.get("layernorm"):
-        options["layernorm"] = ((1 + 0.1 * normal(H, D)).to(DEVICE), (0.1 * normal(H, D)).to(DEVICE), 1e-6)
-    fixed = {name: case[name] for name in ("chunk_size", "grad_bound", "residual") if name in case}
-    return [q, k, v, gate(0.1)], weights, options, fixed | {"reset_interval": args.reset_interval}
+        scales = (1 + 0.1 * normal(H, D)).to(args.device), (0.1 * normal(H, D)).to(args.device)
+        options["layernorm"] = (*scales, 1e-6)
+    if case.get("masked"):
+        options["mask"] = (torch.rand(1, tokens, generator=g) > 0.1).to(args.device)
+    fixed = {name: case[name] for name in ("chunk_size", "grad_bound", "query_projection", "read") if name in case}
+    resets = {"reset_interval": reset} if "chunk_size" in case else {"chunk_size": reset}
+    return [q, k, v, gate(0.1)], weights, options, fixed | resets
 
 
 def leaves(tensors, weights, options) -> list[torch.Tensor]:
@@ -67,32 +86,63 @@ def leaves(tensors, weights, options) -> list[torch.Tensor]:
 
 def double(x):
     if isinstance(x, torch.Tensor):
-        return x.detach().double()
+        return x.detach().double() if x.is_floating_point() else x
     if isinstance(x, dict):
         return {name: double(y) for name, y in x.items()}
     return type(x)(double(y) for y in x) if isinstance(x, list | tuple) else x
-
-
-def check(case: dict, args, dtype: torch.dtype) -> tuple[float, float]:
-    """Largest error of the outputs and of any gradient."""
-    *rounded, fixed = inputs_of(case, args.check_tokens, args, dtype)
-    results = []
-    for op, (tensors, weights, options) in ((memory_naive, double(rounded)), (triton, rounded)):
-        wanted = leaves(tensors, weights, options)
-        o, _ = op(*tensors, weights, **options, **fixed)
-        d_o = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
-        results.append([o, *torch.autograd.grad(o, wanted, d_o)])
-    errors = [((y.double() - x).abs().max() / x.abs().max()).item() for x, y in zip(*results)]
-    return errors[0], max(errors[1:])
 
 
 def triton(*args, **options):
     return memory_chunkwise(*args, implementation="triton", **options)
 
 
+def errors(wanted, got) -> tuple[float, float]:
+    """Of the first tensor, and the largest of all others."""
+    found = [((y.double() - x).norm() / x.norm()).item() for x, y in zip(wanted, got, strict=True)]
+    return found[0], max(found[1:], key=lambda x: float("inf") if x != x else x)  # NaN is the worst
+
+
+def check(case: dict, args, dtype: torch.dtype) -> tuple[float, float]:
+    """Errors of the output and of the gradients."""
+    reset = max(case.get("chunk_size", 0), args.check_tokens // 3)
+    *rounded, fixed = inputs_of(case, args.check_tokens, reset, args, dtype)
+    results = []
+    for op, (tensors, weights, options) in ((memory_naive, double(rounded)), (triton, rounded)):
+        wanted = leaves(tensors, weights, options)
+        o, _ = op(*tensors, weights, **options, **fixed)
+        d_o = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
+        results.append([o, *torch.autograd.grad(o, wanted, d_o)])
+    return errors(*results)
+
+
+def check_model(args) -> dict[str, tuple[float, float]]:
+    """Errors of logits and gradients, and of decoded logits in eager mode, of a model with all its kinds of memory."""
+    chunk = args.check_tokens // 12
+    config = TNTConfig(
+        vocab_size=64, hidden_size=4 * args.width, intermediate_size=4 * args.width, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=2 * chunk, global_chunk_size=4 * chunk,
+        local_chunk_sizes=[chunk], local_reset_interval=4 * chunk, memory_momentum=True, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(args.seed)
+    exact = TNTForCausalLM(config).to(args.device, torch.float64)
+    config = TNTConfig(**{**config.to_dict(), "memory_implementation": "triton"})
+    model = TNTForCausalLM(config).to(args.device)
+    model.load_state_dict(exact.state_dict())
+    ids = torch.randint(64, (2, args.check_tokens), generator=torch.Generator().manual_seed(args.seed)).to(args.device)
+    results, first = [], args.check_tokens - DECODED
+    for net in (exact, model):
+        out = net(ids, labels=ids)
+        results.append([out.logits, *torch.autograd.grad(out.loss, list(net.parameters()))])
+    with torch.no_grad():
+        cache, steps = TNTCache(config), [first, *[1] * DECODED]
+        decoded = torch.cat([model(x, past_key_values=cache).logits for x in ids.split(steps, 1)], 1)
+    return {"training": errors(*results), "decoding": errors([results[0][0]] * 2, [decoded] * 2)}
+
+
 def seconds(case: dict, args, dtype: torch.dtype) -> dict:
     """Seconds of the forward and of forward + backward, `{implementation: {what: spread}}`."""
-    tensors, weights, options, fixed = inputs_of(case, args.tokens, args, dtype)
+    tensors, weights, options, fixed = inputs_of(case, args.tokens, args.reset_interval, args, dtype)
     wanted = leaves(tensors, weights, options)
     d_o = torch.randn_like(tensors[0])
 
@@ -117,29 +167,41 @@ def seconds(case: dict, args, dtype: torch.dtype) -> dict:
     return {name: {what: spread(x, 6) for what, x in of.items()} for name, of in times.items()}
 
 
-def main() -> None:
+def measure(name: str, kind: str, args) -> dict | str:
+    """One entry of the report."""
+    if args.device == "cpu" and not INTERPRETED:
+        return NOT_MEASURED
+    try:
+        if name == MODEL:
+            return {"error": check_model(args), "limits": MODEL_LIMITS}
+        found, limits = check(CASES[name], args, getattr(torch, kind)), LIMITS[kind]
+        entry = {"error": dict(zip(("output", "gradient"), found)), "limits": limits, "seconds": NOT_MEASURED}
+        if args.device != "cpu" and all(error <= limit for error, limit in zip(found, limits)):
+            entry["seconds"] = seconds(CASES[name], args, getattr(torch, kind))
+        return entry
+    except Exception as error:  # a compiler's, a driver's: what it says is the result, and the other cases go on
+        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join([MODEL, *CASES]))
     for name, value in (
         ("tokens", 65536), ("check-tokens", 192), ("heads", 12), ("width", 64), ("reset-interval", 2048),
         ("rounds", 7), ("seed", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     report = {"environment": environment(args.seed), "arguments": {**vars(args), "out": args.out.name}, "cases": {}}
-    for name in args.cases.split(","):
-        report["cases"][name] = entry = {}
-        for kind, limits in LIMITS.items():
-            if not torch.cuda.is_available():
-                entry[kind] = NOT_MEASURED
-                continue
-            errors = check(CASES[name], args, getattr(torch, kind))
-            entry[kind] = {"error": dict(zip(("output", "gradient"), errors)), "limits": limits}
-            within = all(error <= limit for error, limit in zip(errors, limits))
-            entry[kind]["seconds"] = seconds(CASES[name], args, getattr(torch, kind)) if within else NOT_MEASURED
-            print(name, kind, entry[kind], flush=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    for name in tqdm(args.cases.split(","), unit="case"):
+        report["cases"][name] = {
+            kind: measure(name, kind, args) for kind in (LIMITS if name != MODEL else ["float32"])
+        }
+        tqdm.write(f"{name}: {json.dumps(report['cases'][name])}")
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
