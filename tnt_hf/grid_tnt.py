@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 # ------------------------------------------------------------- the grid: tokens -> [rows, chunks], by memory time only
@@ -173,7 +174,47 @@ def ragged_grid(
     )  # fmt: skip
 
 
-def rows_of(q: Tensor, mask: Tensor | None, segment_ids: Tensor | None, time: Tensor | None):
-    """The first three arguments of `ragged_grid` where any of them may be absent."""
-    present = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
-    return present, segment_ids, torch.zeros(len(q), dtype=torch.long, device=q.device) if time is None else time
+def batch_grid(
+    q: Tensor, mask: Tensor | None, segment_ids: Tensor | None, time: Tensor | None, C: int, interval: int | None,
+    align: bool = True,
+) -> Grid:  # fmt: skip
+    """`ragged_grid` of a batch like q `[B, T, ...]`, where any of the other tensors may be absent."""
+    B, T, here = *q.shape[:2], q.device
+    if time is not None:
+        return _ragged(mask, segment_ids, B, T, here, time, C, interval, align)
+    return _made_once(_ragged, mask, segment_ids, B, T, here, None, C, interval, align)
+
+
+def batch_documents(q: Tensor, mask: Tensor | None, segment_ids: Tensor, C: int) -> tuple[Tensor, list[Tensor]]:
+    """`alike_documents` of a batch like q, where the mask may be absent."""
+    return _made_once(_alike, mask, segment_ids, *q.shape[:2], q.device, C)
+
+
+def _ragged(mask, segment_ids, B, T, device, time, *sizes) -> Grid:
+    time = torch.zeros(B, dtype=torch.long, device=device) if time is None else time
+    return ragged_grid(_present(mask, B, T, device), segment_ids, time, *sizes)
+
+
+def _alike(mask, segment_ids, B, T, device, C) -> tuple[Tensor, list[Tensor]]:
+    return alike_documents(_present(mask, B, T, device), segment_ids, C)
+
+
+def _present(mask: Tensor | None, B: int, T: int, device: torch.device) -> Tensor:
+    return torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
+
+
+_MADE = WeakTensorKeyDictionary()  # by a mask or document ids, as long as they live: {what: (..., result)}
+
+
+def _made_once(function: Callable, mask: Tensor | None, segment_ids: Tensor | None, *rest):
+    """`function(mask, segment_ids, *rest)`, made once for all layers and memories that are given these very tensors,
+    because it waits for the device a dozen times."""
+    key, other = (mask, None) if segment_ids is None else (segment_ids, mask)
+    inputs = [x for x in (key, other) if x is not None]
+    if not inputs or torch.is_inference_mode_enabled() or any(x.is_inference() for x in inputs):
+        return function(mask, segment_ids, *rest)  # such tensors do not tell when they are overwritten
+    made, versions = _MADE.setdefault(key, {}), [x._version for x in inputs]
+    found = made.get((function, rest))
+    if found is None or found[0] is not other or found[1] != versions:
+        found = made[function, rest] = other, versions, function(mask, segment_ids, *rest)
+    return found[2]

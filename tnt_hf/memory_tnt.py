@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .coefficients_tnt import chunk_coefficients
 from .denormals_tnt import without_denormals
-from .grid_tnt import alike_documents, dense_grid, ragged_grid, rows_of
+from .grid_tnt import batch_documents, batch_grid, dense_grid
 from .inputs_tnt import check_bound, check_flag, check_inputs, check_positive
 from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan
 from .network_tnt import Net
@@ -273,7 +273,7 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
     rest = k, v, lr, init, net, options, momentum, decay
     if segment_ids is None or state is not None or options["keep_state"]:
         return _run_rows(q, *rest, mask, segment_ids, state, M)
-    segment_ids, groups = alike_documents(*rows_of(q, mask, segment_ids, None)[:2], C)
+    segment_ids, groups = batch_documents(q, mask, segment_ids, C)
     parts = [_run_rows(q, *rest, group, segment_ids, None, None) for group in groups]
     o, _, losses = zip(*parts)  # 0 at the tokens of other groups
     return sum(o[1:], o[0]), None, sum(losses[1:], losses[0]) if options["keep_loss"] else None
@@ -287,7 +287,7 @@ def _run_rows(q, k, v, lr, init, net, options, momentum, decay, mask, segment_id
     if mask is None and segment_ids is None and state is None:
         grid = dense_grid(B, T, C, interval, q.device)
     else:
-        grid = ragged_grid(*rows_of(q, mask, segment_ids, given.time), C, interval)
+        grid = batch_grid(q, mask, segment_ids, given.time, C, interval)
 
     def programs(x):  # [B, T, H, ...] -> [N H, C, ...]
         return grid.gather(x).flatten(0, 1)

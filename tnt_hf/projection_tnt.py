@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .grid_tnt import dense_grid, ragged_grid, rows_of
+from .grid_tnt import batch_grid, dense_grid
 from .inputs_tnt import check_flag, check_positive, check_projection_state, check_rows, check_tensor
 from .kernels_choice_tnt import choose, unsupported_projection
 
@@ -179,7 +179,7 @@ def _project_many(projection, q, k, dtype, interval, normalize, mask, segment_id
     if mask is None and segment_ids is None and M is None and (interval or C) % C == 0:
         grid = dense_grid(B, T, C, interval, q.device)
     else:
-        grid = ragged_grid(*rows_of(q, mask, segment_ids, time), C, interval, align=False)
+        grid = batch_grid(q, mask, segment_ids, time, C, interval, align=False)
     # the interpreter is wrong for bfloat16
     operand = q.dtype if projection is not _RunningProjection and q.is_cuda else dtype
     x = grid.gather(q.to(operand).unflatten(2, (H, -1))).flatten(0, 1).flatten(1, 2)
