@@ -2,11 +2,13 @@
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 CHUNK = 2**17  # bytes read at a time; a multiple of every item size
@@ -56,6 +58,15 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file that is there as a whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    flush(partial)
+    os.replace(partial, path)
+    flush(path.parent)
 
 
 def sha256(path: Path) -> str:

@@ -9,16 +9,15 @@ from tnt_hf.configuration_tnt import TNTConfig
 
 from .architectures import Heads
 from .families import DEFAULTS, memory_fields
+from .linear_attention import FEATURE_MAPS, IMPLEMENTATIONS, RULES
 
 
-OPERATORS = ("delta_rule", "gated_delta_rule", "delta_product", "linear")
-FEATURE_MAPS = ("silu-l2", "elu+1", "softmax", "identity")
 UNBOUNDED = ("elu+1", "identity")  # keys may be longer than 1
 CHOICES = {
-    "operator": OPERATORS,
-    "feature_map": FEATURE_MAPS,
+    "operator": tuple(RULES),
+    "feature_map": tuple(FEATURE_MAPS),
     "gate": ("pooled", "learned"),
-    "implementation": ("chunk", "recurrent", "fla"),
+    "implementation": IMPLEMENTATIONS,
 }
 
 

@@ -5,12 +5,11 @@ large source, linked or copied by the kernel, do not unless asked for. Their ent
 them and says so (`sha256_from`), or else size and time of last change until `add_digests` reads them.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from tnt_hf.conversion.files import flush, sha256
+from tnt_hf.conversion.files import sha256, write_json
 from tnt_hf.conversion.source import read_json
 
 
@@ -29,12 +28,7 @@ def file_entry(path: Path, how: str, digest: str | None, read: bool = True) -> d
 
 def write_manifest(folder: Path, files: dict[str, dict[str, Any]], conversion: dict[str, Any]) -> None:
     """Write the manifest of `folder`; an earlier one is replaced as a whole or not at all."""
-    text = json.dumps({"format": FORMAT, "conversion": conversion, "files": dict(sorted(files.items()))}, indent=2)
-    temporary = folder / f".{MANIFEST}.{os.getpid()}"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-    flush(temporary)
-    os.replace(temporary, folder / MANIFEST)
+    write_json(folder / MANIFEST, {"format": FORMAT, "conversion": conversion, "files": dict(sorted(files.items()))})
 
 
 def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from tnt_hf.conversion.injected_attention import is_injected
+from tnt_hf.recipes.memory_statistics import host_of
 
 
 NARROWED = 8  # a narrowed window keeps this fraction of its tokens
@@ -88,7 +89,7 @@ def narrow_window(model: nn.Module):
     Raises:
         ValueError: no layer has a window, or the memory refuses the narrowed one.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = host_of(model)
     if hasattr(inner, "set_sliding_window"):
         config = inner.config
         layers = [i for i, kind in enumerate(config.layer_types) if "sliding" in kind and inner._attends(i)]
@@ -150,7 +151,7 @@ class ChunkSizeSchedule(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Try all sizes, then set those of the first, or a resumed, step."""
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner = host_of(model)
         if not hasattr(inner, "set_local_chunk_sizes") or not inner.config.local_chunk_sizes:
             raise ValueError(f"chunk_size_schedule: {type(inner).__name__} has no local memories")
         own = list(inner.config.local_chunk_sizes)
@@ -166,7 +167,7 @@ class ChunkSizeSchedule(TrainerCallback):
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Set the sizes of this step."""
-        self._set(model.get_base_model() if hasattr(model, "get_base_model") else model, state.global_step)
+        self._set(host_of(model), state.global_step)
 
     def _set(self, model: nn.Module, step: int) -> None:
         sizes = self.sizes_at(step)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tnt_hf.conversion.files import flush, sha256
+from tnt_hf.conversion.files import flush, sha256, write_json
 from tnt_hf.conversion.schedules import LiZACallback
 
 
@@ -70,15 +70,6 @@ def digests(files: list[Path]) -> list[str]:
     """The SHA-256 of files, several at a time: one core reads slower than a disk."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(sha256, files))
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a file that is there as a whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    flush(partial)
-    os.replace(partial, path)
-    flush(path.parent)
 
 
 def fault(folder: Path, intact: bool = False) -> str | None:

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from tnt_hf.conversion.files import write_json
 from tnt_hf.recipes.corpus import Corpus, read_corpus
 from tnt_hf.recipes.demo_conversion import (
     PRECISIONS,
@@ -100,13 +101,6 @@ def claim(output: Path) -> None:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / RESULTS, {"format": FORMAT, "finished": False})
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Writes a JSON file in one step."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def jobs_of(options: argparse.Namespace, plan: ConversionPlan, corpus: Corpus) -> tuple[dict, dict, float]:

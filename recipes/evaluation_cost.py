@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tnt_hf.recipes.evaluation_model import host_of
+from tnt_hf.recipes.memory_statistics import host_of
 
 
 REPEATS = 3  # times a context is read, after one to warm up

@@ -29,11 +29,6 @@ STDLIB, HELD_OUT = "python-stdlib", 0.05  # the share of its files that is evalu
 CHARACTERS_PER_TOKEN = 32  # how much of a long text is read to find that many tokens
 
 
-def host_of(model: nn.Module) -> nn.Module:
-    """The model itself, or the one inside a `PeftModel`."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def load_model(
     name: str,
     *,

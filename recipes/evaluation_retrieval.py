@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tnt_hf.recipes.data import IGNORED, Recall
-from tnt_hf.recipes.evaluation_model import host_of
 from tnt_hf.recipes.evaluation_perplexity import buckets
+from tnt_hf.recipes.memory_statistics import host_of
 
 
 # The pass key of Mohtashami and Jaggi (arXiv 2305.16300), mentioned once.

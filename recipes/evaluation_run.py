@@ -10,7 +10,7 @@ from torch import nn
 import tnt_hf
 from tnt_hf.recipes.environment import environment
 from tnt_hf.recipes.evaluation_cost import REPEATS, cost_result
-from tnt_hf.recipes.evaluation_model import documents_of, host_of, texts_of
+from tnt_hf.recipes.evaluation_model import documents_of, texts_of
 from tnt_hf.recipes.evaluation_perplexity import (
     Rows,
     ablation_result,
@@ -30,6 +30,7 @@ from tnt_hf.recipes.evaluation_retrieval import (
     recall_result,
     recall_vocabulary,
 )
+from tnt_hf.recipes.memory_statistics import host_of
 
 
 OF_TEXT = ("perplexity", "passkey", "ablation")  # need a tokenizer

@@ -18,6 +18,11 @@ from tnt_hf.conversion.liza import LiZAMemory
 from tnt_hf.gate_tnt import TNTMemoryGate
 
 
+def host_of(model: nn.Module) -> nn.Module:
+    """The model itself, or the one inside a `PeftModel`."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def first_row(inputs: dict[str, Any]) -> dict[str, Tensor] | None:
     """The valid tokens of the first row of a batch: `input_ids` `[1, T]` and, if given, `position_ids` `[1, T]`."""
     if not isinstance(ids := inputs.get("input_ids"), Tensor):
@@ -79,8 +84,7 @@ def memory_statistics(model: nn.Module, row: dict[str, Tensor]) -> dict[str, flo
 
 def _few_logits(model: nn.Module) -> dict[str, int]:
     """The logits of long rows are by far the largest tensor of such a pass, and nobody reads them."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    inner = getattr(inner, "module", inner)
+    inner = getattr(host_of(model), "module", host_of(model))
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(inner).forward).parameters else {}
 
 

@@ -19,11 +19,11 @@ from transformers.utils import cached_file
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import convert_checkpoint, inject, load_injected, lora_config
+from tnt_hf.conversion.files import write_json
 from tnt_hf.conversion.injection_config import injection_from_dict
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.arguments import NEW_MODELS, ModelArguments, RunArguments
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE
-from tnt_hf.recipes.checkpoints import write_json
 from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.objectives import attention_modules, with_memory
 from tnt_hf.recipes.optimization import kind_of

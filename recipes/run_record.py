@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from tnt_hf.recipes.checkpoints import write_json
+from tnt_hf.conversion.files import write_json
 from tnt_hf.recipes.environment import command_line, environment
 
 

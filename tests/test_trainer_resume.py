@@ -102,17 +102,6 @@ def test_a_checkpoint_that_has_changed_is_not_gone_on_from(copy, name):
     assert weights.read_bytes() == expected and fault(last, intact=True) is None
 
 
-def test_a_checkpoint_without_digests_counts_by_its_sizes(copy):
-    """As those were that this package wrote at first."""
-    last = checkpoints(copy)[-1]
-    found = json.loads((last / SEAL).read_text())
-    found["files"] = {name: entry["bytes"] for name, entry in found["files"].items()}
-    (last / SEAL).write_text(json.dumps(found))
-    assert latest_complete_checkpoint(copy, intact=True) == last
-    os.truncate(last / "optimizer.pt", 5)
-    assert fault(last).startswith("optimizer.pt has 5 bytes instead of")
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": 3}'])
 def test_an_unreadable_seal_is_no_seal(copy, text):
     last = checkpoints(copy)[-1]

@@ -281,7 +281,8 @@ def run_generate(options) -> None:
     """`tnt generate`: prints the continuation token by token."""
     from transformers import TextStreamer, set_seed
 
-    from tnt_hf.recipes.evaluation_model import host_of, load_model
+    from tnt_hf.recipes.evaluation_model import load_model
+    from tnt_hf.recipes.memory_statistics import host_of
 
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
