@@ -230,6 +230,7 @@ def test_help_comes_at_once_and_without_torch(arguments):
         (["train", "--dtype", "float8"], "dtype='float8'"),
         (["decode", "--shape", "huge"], "shape='huge'"),
         (["liza", "--tptt", "nowhere"], "tptt='nowhere': holds no tptt"),
+        (["memory", "--ttt-lm", "nowhere"], "ttt_lm='nowhere': is no file"),
         (["memory", "--titans", "nowhere"], "titans='nowhere': holds no titans_pytorch"),
         (["conversion"], "folder=None: shape 8b needs room"),
         (["conversion", "--stages", "move"], "stages='move': must be one of cp, copy, link, cast"),

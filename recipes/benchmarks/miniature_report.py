@@ -243,14 +243,14 @@ def draw(result: dict, stem: Path) -> list[Path]:
     written.append(finish(figure, picture("position")))
 
     if length := next((x for x in result.get("time", {}).get("milliseconds_per_token", {})), None):
-        figure, axes = pyplot.subplots(figsize=(8, 5))
-        for name, row in rows.items():
+        figure, axes = pyplot.subplots(figsize=(10.5, 5))
+        for i, (name, row) in enumerate(rows.items()):
             if (took := time_of(result, name, length)) is not None:
-                found = row["perplexity"]
-                axes.errorbar(1000 * took, found["mean"], yerr=found["std"] or 0, fmt="o", capsize=3)
-                axes.annotate(
-                    name, (1000 * took, found["mean"]), fontsize=7, xytext=(4, 3), textcoords="offset points"
-                )
+                found, marker = row["perplexity"], "o" if row["variant"].startswith("TNT") else "s"
+                style = {"fmt": marker, "capsize": 3, "color": pyplot.get_cmap("tab20")(i % 20), "label": name}
+                axes.errorbar(1000 * took, found["mean"], yerr=found["std"] or 0, **style)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
         axes.set(xlabel=f"µs per token of training, rows of {length}, one thread", ylabel="held-out perplexity")
         axes.set_title(f"{size}, {plan['steps'] * plan['batch_size'] * plan['length'] / 1e6:.2f}M tokens")
         written.append(finish(figure, picture("time")))
