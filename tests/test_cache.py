@@ -294,6 +294,32 @@ def test_session_round_trip(changes, tmp_path):
     assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("stored, goes_on", [(torch.float32, torch.bfloat16), (torch.float32, torch.float64)])
+@modes
+def test_a_session_goes_on_in_the_models_precision(changes, stored, goes_on, tmp_path):
+    model, ids, rest = tiny_model(stored, **changes), tokens(2, 9), tokens(2, 7, seed=2)
+    filled(model, ids).save(tmp_path / "session.safetensors")
+    model = model.to(goes_on)
+    cache = TNTCache.load(tmp_path / "session.safetensors", model.config)
+    found = go_on(model, cache, rest)
+    assert found.dtype == goes_on and not cache.unplaced
+    native = filled(model, ids)
+    expected = go_on(model, native, rest)
+    kinds = [{name: x.dtype for name, x in c._tensors().items()} for c in (cache, native)]
+    assert kinds[0] == kinds[1]
+    error = (found - expected).float().norm() / expected.float().norm()
+    assert error < (0.1 if goes_on == torch.bfloat16 else 1e-3)  # what the stored half was rounded to, in a few layers
+
+
+def test_a_session_follows_its_model_to_a_device():
+    cache = filled(tiny_model(), tokens(2, 9))
+    cache.unplaced = {0, 1}
+    cache.place(1, torch.empty(2, 1, 32, device="meta", dtype=torch.float64))
+    devices = {name: x.device.type for name, x in cache._tensors().items()}
+    assert {devices[name] for name in devices if name.startswith("layers.1.")} == {"meta"}
+    assert {devices[name] for name in devices if name.startswith("layers.0.")} == {"cpu"} and cache.unplaced == {0}
+
+
 def test_a_session_remembers_that_it_holds_padding(tmp_path):
     model = tiny_model()
     ids, mask = left_padded([tokens(21), tokens(10)])

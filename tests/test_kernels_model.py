@@ -60,6 +60,18 @@ def case_loss_and_gradients(name):
     both(name, measure)
 
 
+def case_gradient_checkpointing():
+    """It recomputes what a backward looks at, and lets it be looked at once."""
+    ids = torch.arange(20)[None] % 13
+
+    def measure(model):
+        model.gradient_checkpointing_enable()
+        loss = model.train()(ids, labels=ids, use_cache=False).loss
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    both(USUAL, measure)
+
+
 @pytest.mark.parametrize("name", [USUAL, *REST])
 def case_pieces_of_a_prompt_then_token_by_token(name):
     """Rows at different memory times: the second one is padded on the left."""

@@ -129,6 +129,29 @@ class TNTCache(DynamicCache):
         Cache.__init__(self, layers=[makers[kind]() for kind in config.layer_types])
         self.fingerprint = _fingerprint(config)
         self.holds_padding = False
+        self.unplaced: set[int] = set()  # layers of a loaded session that have not met their model yet
+
+    def place(self, layer_idx: int, hidden_states: Tensor) -> None:
+        """Give a layer of a loaded session the device and precision of the model's layer, whose input this is."""
+        layer, device, dtype = self.layers[layer_idx], hidden_states.device, hidden_states.dtype
+        if layer.is_initialized and layer.keys is not None:
+            layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.has_previous_state[0]:
+            if layer.conv_states[0] is not None:
+                layer.conv_states[0] = layer.conv_states[0].to(device, dtype)
+            *states, time = layer.recurrent_states.values()
+            states = [x.to(device, torch.promote_types(dtype, torch.float32)) for x in states]
+            layer.recurrent_states.update(enumerate([*states, time.to(device)]))
+        layer.device = device
+        self.unplaced.remove(layer_idx)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """As in the library; a session that was stored in another precision goes on in that of the new tokens."""
+        layer = self.layers[layer_idx]
+        if layer.is_initialized and layer.keys.dtype != key_states.dtype:
+            layer.keys, layer.values = layer.keys.to(key_states.dtype), layer.values.to(key_states.dtype)
+            layer.dtype = key_states.dtype
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def nbytes(self) -> int:
         """Bytes of all tensors held, keys and values included."""
@@ -217,7 +240,8 @@ class TNTCache(DynamicCache):
     @classmethod
     def load(cls, path: str | PathLike, config: TNTConfig, device: str | torch.device = "cpu") -> "TNTCache":
         """
-        Read a session written by [`TNTCache.save`] for a model with `config`.
+        Read a session written by [`TNTCache.save`] for a model with `config`. The model moves it to where its layers
+        are, and to the precision in which it goes on.
 
         Raises:
             ValueError: no such session, one of another architecture (the differing field is named), or a damaged one.
@@ -239,6 +263,7 @@ class TNTCache(DynamicCache):
         cache = cls(filled_with)
         cache._fill(tensors, json.loads(metadata["cumulative_lengths"]), filled_with)
         cache.adapt(config)
+        cache.unplaced = set(range(len(cache.layers)))
         return cache
 
     def _fill(self, tensors: dict[str, Tensor], lengths: list[int | None], config: TNTConfig) -> None:

@@ -77,9 +77,9 @@ class TritonGlobal(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_o, _, *d_final):
-        plan, L = ctx.plan, ctx.depth
-        q, k, v, *coef = ctx.saved_tensors[:9]
-        (gain, bias), rest = ctx.saved_tensors[9:11], ctx.saved_tensors[11:]
+        plan, L, saved = ctx.plan, ctx.depth, ctx.saved_tensors  # to be read once: gradient checkpointing makes them
+        q, k, v, *coef = saved[:9]
+        (gain, bias), rest = saved[9:11], saved[11:]
         (W0, xi, S0, target), starts, momenta = _layers(rest, L), rest[4 * L : 5 * L], rest[5 * L :]
         norm, ends = None if gain is None else (gain, bias), _Ends.of(*coef)
         chunks = _Chunks(plan, q, k, v, ends, W0, target, norm)

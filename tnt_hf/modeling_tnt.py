@@ -276,6 +276,8 @@ class TNTDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Tensor:
+        if self.layer_idx in getattr(past_key_values, "unplaced", ()):
+            past_key_values.place(self.layer_idx, hidden_states)
         if self.variant == "mal":
             hidden_states = hidden_states + self._memory_layer(
                 self.memory.input_layernorm(hidden_states), past_key_values, memory_inputs
