@@ -9,7 +9,7 @@ Travels with every pushed checkpoint.
 import torch
 from torch import Tensor, nn
 
-from .grid_tnt import document_starts
+from .grid_tnt import document_starts, made_once
 
 
 class TNTCausalConv(nn.Conv1d):
@@ -48,13 +48,13 @@ def convolve(
             new_tail, y = torch.where(mask[..., None], new_tail, tail), y * mask[..., None]
         return y, new_tail
     # Move valid tokens together, documents apart by `taps` zeros, and look the results up again.
-    mask = torch.ones(B, T, dtype=torch.bool, device=x.device) if mask is None else mask
+    given, mask = mask, torch.ones(B, T, dtype=torch.bool, device=x.device) if mask is None else mask
     place = taps + mask.cumsum(1) - 1
     length = taps + T
     if segment_ids is not None:
-        documents = document_starts(segment_ids, mask).cumsum(1)
+        documents, last = made_once(_documents, given, segment_ids)
         place = place + documents * taps
-        length += int(documents.max()) * taps
+        length += last * taps
     # Absent tokens share a slot nobody reads.
     target = torch.where(mask, place, length)[..., None].expand(-1, -1, C)
     row = torch.cat([tail.transpose(1, 2), x.new_zeros(B, length + 1 - taps, C)], 1).scatter(1, target, x)
@@ -63,6 +63,12 @@ def convolve(
     last = torch.where(mask, place, taps - 1).amax(1)
     recent = last[:, None] + torch.arange(1 - taps, 1, device=x.device)
     return y, row.gather(1, recent[..., None].expand(-1, -1, C)).transpose(1, 2)
+
+
+def _documents(mask: Tensor | None, segment_ids: Tensor) -> tuple[Tensor, int]:
+    """Numbers `[B, T]` of the documents of each row, from 0, and the largest."""
+    documents = document_starts(segment_ids, mask).cumsum(1)
+    return documents, int(documents.max())
 
 
 def _depthwise(convs: list[nn.Module], channels: list[int], window: Tensor) -> Tensor:

@@ -182,12 +182,12 @@ def batch_grid(
     B, T, here = *q.shape[:2], q.device
     if time is not None:
         return _ragged(mask, segment_ids, B, T, here, time, C, interval, align)
-    return _made_once(_ragged, mask, segment_ids, B, T, here, None, C, interval, align)
+    return made_once(_ragged, mask, segment_ids, B, T, here, None, C, interval, align)
 
 
 def batch_documents(q: Tensor, mask: Tensor | None, segment_ids: Tensor, C: int) -> tuple[Tensor, list[Tensor]]:
     """`alike_documents` of a batch like q, where the mask may be absent."""
-    return _made_once(_alike, mask, segment_ids, *q.shape[:2], q.device, C)
+    return made_once(_alike, mask, segment_ids, *q.shape[:2], q.device, C)
 
 
 def _ragged(mask, segment_ids, B, T, device, time, *sizes) -> Grid:
@@ -206,12 +206,14 @@ def _present(mask: Tensor | None, B: int, T: int, device: torch.device) -> Tenso
 _MADE = WeakTensorKeyDictionary()  # by a mask or document ids, as long as they live: {what: (..., result)}
 
 
-def _made_once(function: Callable, mask: Tensor | None, segment_ids: Tensor | None, *rest):
+def made_once(function: Callable, mask: Tensor | None, segment_ids: Tensor | None, *rest):
     """`function(mask, segment_ids, *rest)`, made once for all layers and memories that are given these very tensors,
     because it waits for the device a dozen times."""
     key, other = (mask, None) if segment_ids is None else (segment_ids, mask)
     inputs = [x for x in (key, other) if x is not None]
-    if not inputs or torch.is_inference_mode_enabled() or any(x.is_inference() for x in inputs):
+    if not inputs or torch.compiler.is_compiling():
+        return function(mask, segment_ids, *rest)
+    if torch.is_inference_mode_enabled() or any(x.is_inference() for x in inputs):
         return function(mask, segment_ids, *rest)  # such tensors do not tell when they are overwritten
     made, versions = _MADE.setdefault(key, {}), [x._version for x in inputs]
     found = made.get((function, rest))
