@@ -61,7 +61,7 @@ def unsupported_scan(
             found = [tuple(w.shape[1:]) for w in weights]
             return f"a memory that reads at its chunk's start has weights of {found}, and the kernels widths {WIDTHS}"
         # measured at head widths 64 and 128: weights, gradients and those of a momentum, and some of them transposed
-        need = 7 * operands.itemsize * floats + 2304
+        need = (7 if momentum else 5) * operands.itemsize * floats + 2304
     return f"a head's weights take {need} bytes, and a program has {room} on this GPU" if need > room else None
 
 
