@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
-from .kernels_parts_tnt import REGISTERS, operand, rows_of_tile
+from .kernels_parts_tnt import REGISTERS, SM_90, operand, rows_of_tile, shared_memory
 
 
 PROGRAMS = 264  # to be had by splitting chunks, where there are fewer: two for every processor of an H200
@@ -201,8 +201,10 @@ class _Chunks:
             "K": q.shape[2], "E": W[0].shape[2], "V": v.shape[2], "L": len(W), "ACT": plan.net.activation,
             "RESIDUAL": plan.net.residual, "NORM": norm is not None, "DT": operand(q.dtype),
         }  # fmt: skip
-        # without tensor cores, in float32, `write_reverse` needs all there are
-        self.registers = {} if q.dtype == torch.bfloat16 else {"maxnreg": REGISTERS}
+        all_registers = {"num_warps": 8, "maxnreg": REGISTERS}
+        self.launch = {"num_warps": 8} if shared_memory(q.device) >= SM_90 else all_registers
+        # without tensor cores, in float32, it needs every one of them everywhere
+        self.launch_write_reverse = self.launch if q.dtype == torch.bfloat16 else all_registers
         self.gates = {"MOMENTUM": ends.s is not None, "BOUND": plan.bound is not None}
         forget = "none" if ends.A is None else "zero" if target is None else "init"
         self.state = {"FORGET": forget, "MOMENTUM": ends.s is not None}
@@ -246,7 +248,7 @@ class _Chunks:
         shares, norm = self._shares(N, shape.splits)
         read_reverse[(N, shape.splits)](
             self.q, starts[0], starts[-1], self.spread_norm[0], d_o, d_q, shares[0], shares[-1],
-            *(norm or self.norm), self.eps, R, shape.tiles, BR=shape.rows, **self.net, num_warps=8,
+            *(norm or self.norm), self.eps, R, shape.tiles, BR=shape.rows, **self.net, **self.launch,
         )  # fmt: skip
         return d_q, shares, norm
 
@@ -259,7 +261,7 @@ class _Chunks:
         write_sums[(n, shape.splits)](
             self.k[here], self.v[here], starts[0][here], starts[-1][here], *self.norm, weight[here], s[here],
             (weight if loss is None else loss)[here], shares[0], shares[-1], shares_S[0], shares_S[-1], self.eps,
-            self.bound, C, shape.tiles, BR=shape.rows, LOSS=loss is not None, **self.gates, **self.net, num_warps=8,
+            self.bound, C, shape.tiles, BR=shape.rows, LOSS=loss is not None, **self.gates, **self.net, **self.launch,
         )  # fmt: skip
         for i, w in enumerate(W):
             gates, options = self._gates(here, w[0].numel())
@@ -281,7 +283,7 @@ class _Chunks:
                 self.k[here], self.v[here], starts[0][here], starts[-1][here], *self.norm, weight[here], s[here],
                 d.W[0], d.W[-1], d_S[0], d_S[-1], d.k[here], d.v[here], d_weight[here], d_s[here], shares[0],
                 shares[-1], *(norm or self.norm), self.eps, self.bound, C, shape.tiles, BR=shape.rows, **self.gates,
-                **self.net, **self.registers, num_warps=8,
+                **self.net, **self.launch_write_reverse,
             )  # fmt: skip
         for i, dw in enumerate(d.W):
             gates, options = self._gates(here, dw[0].numel())
