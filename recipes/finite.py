@@ -26,7 +26,7 @@ def stop_if_not_finite(step: int, losses: list[Tensor], model: nn.Module, gradie
     """
     largest = torch.stack([loss.float().abs().max() for loss in losses])
     gradients = [_local(p.grad) for p in model.parameters() if gradients_too and p.grad is not None]
-    if gradients:
+    if gradients := [x for x in gradients if x.numel()]:  # a shard may be empty
         norms = torch._foreach_norm(gradients, ord=math.inf)
         largest = torch.cat([largest, torch.stack([x.float().to(largest.device) for x in norms])])
     broken = (~torch.isfinite(largest)).any().float()

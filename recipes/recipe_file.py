@@ -111,6 +111,8 @@ def read_recipe(arguments: list[str]) -> Recipe:
                 placed.add(field)
     if {"max_steps", "train_tokens"} & overrides.keys() and "num_train_epochs" not in overrides:
         flat.pop("num_train_epochs", None)  # the command line says how long, instead of the file
+    if "dataset_name" in overrides and "dataset_config" not in overrides:
+        flat.pop("dataset_config", None)  # it is one of the dataset that the file names
     given = {name: _typed(name, flat[name], hint) for name, hint in hints.items() if name in flat}
     for names, least in ((AT_LEAST_1, 1), (AT_LEAST_0, 0)):
         for name in names:

@@ -35,6 +35,11 @@ def test_fsdp2_trains_as_one_process_does_and_goes_on_after_a_kill(tmp_path):
     assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
     assert load_file(alone / "model.safetensors").keys() == load_file(whole / "model.safetensors").keys()
 
+    one, two = (log_of(tmp_path / run) for run in ("align_alone", "align"))
+    for key in ("loss", "grad_norm"):
+        pairs = [(a[key], b[key]) for a, b in zip(one, two, strict=True) if key in a]
+        assert pairs and all(a > 0 and abs(a - b) < 1e-4 * a for a, b in pairs), (key, pairs)
+
     code, other = ({path.name for path in run.glob("*.py")} for run in (alone, whole))
     assert code == other and "modeling_tnt.py" in code
     assert (alone / "config.json").read_text() == (whole / "config.json").read_text()

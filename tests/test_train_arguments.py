@@ -156,6 +156,13 @@ def test_steps_on_the_command_line_replace_the_epochs_of_the_file(file):
     assert short.training.max_steps == 2 and "num_train_epochs" not in short.given
 
 
+def test_a_dataset_on_the_command_line_replaces_that_of_the_file_with_its_configuration(file):
+    config = file("dataset_name: a/b\ndataset_config: sample")
+    assert read(*config).data.dataset_config == "sample"
+    assert read(*config, "--dataset_name", "c/d").data.dataset_config is None
+    assert read(*config, "--dataset_name", "c/d", "--dataset_config", "other").data.dataset_config == "other"
+
+
 def test_what_was_given_is_kept_for_the_record(file):
     recipe = read(*file("mode: pretrain\neval_share: 0.1\nweight_decay: 0.1\n"), "--hidden_size", "64")
     assert by_dataclass(recipe.given) == {

@@ -15,6 +15,7 @@ import tnt_hf
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import lora_config
 from tnt_hf.recipes.callbacks import WindowDropout
+from tnt_hf.recipes.finite import stop_if_not_finite
 from tnt_hf.recipes.objectives import next_token
 from tnt_hf.recipes.optimization import parameter_groups
 from tnt_hf.recipes.packing import RowCollator
@@ -377,3 +378,14 @@ def test_a_model_without_memory_trains(tmp_path):
     run.fit()
     assert not any("memory" in key for entry in run.state.log_history for key in entry if key != "peak_memory_bytes")
     assert (tmp_path / "loss.png").exists() and not (tmp_path / "gates.png").exists()
+
+
+def test_an_empty_shard_has_no_largest_number(tmp_path):
+    """FSDP2 leaves a process without a part of a tensor that has fewer rows than there are processes."""
+    model = torch.nn.ParameterList([torch.ones(2), torch.ones(0, 3)])
+    for weight in model:
+        weight.grad = torch.zeros_like(weight)
+    stop_if_not_finite(1, [torch.tensor(1.0)], model)
+    model[0].grad[1] = torch.nan
+    with pytest.raises(FloatingPointError, match="gradients not finite: 0"):
+        stop_if_not_finite(1, [torch.tensor(1.0)], model)

@@ -328,7 +328,9 @@ class TNTMemory(nn.Module):
     def _remember(self, hidden_states, q, k, v, operands, layout, state, keep, mask, segment_ids, output_surprise):
         """Sum of all memories `[B, T, n, D]` (TNT Eq. 15), the new state and the mean surprise."""
         queries, projections = {}, {}
-        how = choose(FIELD, self.implementation, q.device, unsupported_projection, q.dtype, q.shape[-1])
+        how = "chunk"
+        if layout.intervals:
+            how = choose(FIELD, self.implementation, q.device, unsupported_projection, q.dtype, q.shape[-1])
         tokens = (q.to(operands), k.to(operands)) if how == "triton" else (q, k)
         for interval in layout.intervals:
             query, projections[interval] = project_queries(
