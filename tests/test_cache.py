@@ -191,10 +191,12 @@ def test_rows_end_one_by_one_without_a_memory():
     goes_on_after_rows_ended(tiny_model(memory_layers=[], layer_types=None), CACHES["ours"], 3, False)
 
 
-@pytest.mark.parametrize("layer_types", [None, ["full_attention"] * 2], ids=["window", "full attention"])
+@pytest.mark.parametrize(
+    "layer_types", [None, pytest.param(["full_attention"], marks=pytest.mark.slow)], ids=["window", "full attention"]
+)
 def test_rows_end_one_by_one_in_a_compiled_model(layer_types):
     torch.compiler.reset()
-    model, plain = (tiny_model(layer_types=layer_types) for _ in range(2))
+    model, plain = (tiny_model(layer_types=layer_types, num_hidden_layers=1) for _ in range(2))
     model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
     goes_on_after_rows_ended(model, CACHES["ours"], 3, False, plain)
 

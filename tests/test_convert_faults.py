@@ -439,6 +439,8 @@ def test_a_command_that_is_ended_leaves_nothing(tmp_path, source, number):
 import os, signal, sys
 from tnt_hf.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in signal.SIGTERM, signal.SIGHUP:  # as under nohup they may be ignored
+    signal.signal(number, signal.SIG_DFL)
 def hook(event, arguments):
     if event == "open" and str(arguments[0]).endswith("README.md") and "w" in (arguments[1] or ""):
         os.kill(os.getpid(), {int(number)})

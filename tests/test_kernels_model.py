@@ -137,6 +137,7 @@ def case_the_op_projects_with_its_kernel_too(monkeypatch):
     assert_same([o[1]], [o[0]], CLOSE)
 
 
+@pytest.mark.slow
 def case_the_script_for_a_gpu_finds_them_right(tmp_path):
     """Everything it checks there but the times, on small shapes; a case that cannot run is a result too."""
     shapes = ["--check-tokens", "48", "--width", "16", "--heads", "2"]
