@@ -196,7 +196,8 @@ def test_rows_end_one_by_one_without_a_memory():
 )
 def test_rows_end_one_by_one_in_a_compiled_model(layer_types):
     torch.compiler.reset()
-    model, plain = (tiny_model(layer_types=layer_types, num_hidden_layers=1) for _ in range(2))
+    shape = {"layer_types": layer_types, "num_hidden_layers": 1, "sliding_window": 8}  # beyond the new tokens
+    model, plain = (tiny_model(**shape) for _ in range(2))
     model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
     goes_on_after_rows_ended(model, CACHES["ours"], 3, False, plain)
 
