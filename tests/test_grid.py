@@ -15,6 +15,7 @@ from tnt_hf.memory_tnt import memory_chunkwise
 
 
 PACKED = torch.cat([torch.arange(n) for n in (9, 3, 18, 10)])[None].expand(2, -1)
+SHORT = torch.cat([torch.arange(n) for n in (1, 2, 3, 1, 4, 1, 8, 20)])[None].expand(2, -1)  # several sizes of chunk
 PADDED = torch.ones(2, 40, dtype=torch.long)
 PADDED[0, :7] = PADDED[1, 30:] = 0
 
@@ -27,7 +28,16 @@ def made(monkeypatch) -> list:
     return found
 
 
-@pytest.mark.parametrize("batch", [{"position_ids": PACKED}, {"attention_mask": PADDED}], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"position_ids": PACKED},
+        {"position_ids": SHORT},
+        {"attention_mask": PADDED},
+        {"position_ids": PACKED, "attention_mask": PADDED},
+    ],
+    ids=["packed", "short documents", "padded", "packed and padded"],
+)
 def test_layers_share_what_memories_of_one_kind_need(made, batch):
     counts = []
     for layers in (1, 4):
@@ -57,11 +67,21 @@ def test_a_mask_that_is_overwritten_is_another_batch(inference):
         assert run(mask, None).equal(run(mask.clone(), None))
         mask[:, 5] = False
         assert run(mask, None).equal(run(mask.clone(), None))
+        for other in (mask.roll(1), mask.roll(2)):  # beside the same ids
+            assert run(other, ids).equal(run(other, ids.clone()))
 
 
 def test_nothing_is_kept_longer_than_the_batch():
     gc.collect()
     before = len(grid_tnt._MADE)
+    (q, k, v, lr), weights, _ = make_inputs(T=12)
+    ids = torch.zeros(1, 12, dtype=torch.long)
+    for _ in range(3):  # masks of their own
+        mask = torch.ones(1, 12, dtype=torch.bool)
+        memory_chunkwise(q, k, v, lr, weights, chunk_size=4, mask=mask, segment_ids=ids)
+    gc.collect()
+    assert len(grid_tnt._MADE[ids]) == 1
+    del ids, mask
     model = tiny_model()
     model(tokens(2, 40), position_ids=PACKED, labels=tokens(2, 40)).loss.backward()
     model(tokens(2, 40), attention_mask=PADDED)

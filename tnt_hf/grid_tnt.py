@@ -121,7 +121,7 @@ def alike_documents(present: Tensor, segment_ids: Tensor, C: int) -> tuple[Tenso
     lengths = torch.zeros_like(ids).scatter_add(1, ids, present.long())
     sizes = sorted({chunk_slots(n, C) for n in lengths.unique().tolist() if n})
     if len(sizes) < 2:
-        return ids, [present]
+        return ids, [present.clone()]  # what is kept by a mask must not keep it
     length, below = lengths.gather(1, ids).clamp_max(C), [0, *sizes[:-1]]
     return ids, [present & (length > low) & (length <= high) for low, high in zip(below, sizes)]
 
@@ -203,7 +203,7 @@ def _present(mask: Tensor | None, B: int, T: int, device: torch.device) -> Tenso
     return torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
 
 
-_MADE = WeakTensorKeyDictionary()  # by a mask or document ids, as long as they live: {what: (..., result)}
+_MADE = WeakTensorKeyDictionary()  # by document ids and a mask, as long as both live: {what: (versions, result)}
 
 
 def made_once(function: Callable, mask: Tensor | None, segment_ids: Tensor | None, *rest):
@@ -215,8 +215,9 @@ def made_once(function: Callable, mask: Tensor | None, segment_ids: Tensor | Non
         return function(mask, segment_ids, *rest)
     if torch.is_inference_mode_enabled() or any(x.is_inference() for x in inputs):
         return function(mask, segment_ids, *rest)  # such tensors do not tell when they are overwritten
-    made, versions = _MADE.setdefault(key, {}), [x._version for x in inputs]
+    made = _MADE.setdefault(key, WeakTensorKeyDictionary()).setdefault(inputs[-1], {})
+    versions = [x._version for x in inputs]
     found = made.get((function, rest))
-    if found is None or found[0] is not other or found[1] != versions:
-        found = made[function, rest] = other, versions, function(mask, segment_ids, *rest)
-    return found[2]
+    if found is None or found[0] != versions:
+        found = made[function, rest] = versions, function(mask, segment_ids, *rest)
+    return found[1]
