@@ -30,7 +30,7 @@ from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan
 from .network_tnt import Net
 from .projection_tnt import project_queries
 from .reverse_tnt import ChunkScan
-from .scan_tnt import Plan, scan
+from .scan_tnt import Plan, offsets, scan
 from .step_tnt import MemoryState, token
 
 
@@ -332,7 +332,7 @@ def _run_rows(q, k, v, lr, init, net, options, momentum, decay, mask, segment_id
         o, loss, *final = ChunkScan.apply(plan, len(W), x, *tensors, *coef, *(ln or (None, None)), *flat)
         final = [None if x[0] is None else list(x) for x in (final[i * len(W) : (i + 1) * len(W)] for i in range(3))]
     else:
-        o, loss, *final = scan(plan, x, *tensors, coef, ln, target, xi, W, S)
+        o, loss, *final = scan(plan, x, tensors[0], offsets(plan, *tensors, ln), coef, ln, target, xi, W, S)
 
     return _ungrid(grid, H, C, o, loss, final, M, options)
 

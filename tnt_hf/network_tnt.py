@@ -82,7 +82,7 @@ def apply_net(net: Net, weights: list[Tensor], x: Tensor, ln: tuple[Tensor, Tens
 def inner_offset(net: Net, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """What the error f(W, k) - v holds besides the weights: k (with the residual) - v + the LayerNorm's bias."""
     offset = k - v if net.residual else -v
-    return offset if bias is None else offset + bias
+    return offset if bias is None else offset.add_(bias)
 
 
 def pass_through(net: Net, weights: list[Tensor], x: Tensor, first: Tensor | None = None, outs=None):
@@ -130,23 +130,24 @@ def inner_gradient(
     return a, deltas[::-1], error
 
 
-def slopes(name: str, z: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """phi'(z) and what `curves` needs, for the outer backward; phi(z) goes to `out`."""
-    if name == "silu":
-        s = torch.sigmoid(z)
-        torch.mul(z, s, out=out)
-        return torch.lerp(out, torch.ones((), dtype=z.dtype, device=z.device), s), s  # a + s (1 - a)
+def slopes(name: str, parts: list[Tensor], out: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """phi'(z) of rows z `[P, n, width]`, and scale * phi''(z) of the last C of them, for the outer backward; phi(z)
+    goes to `out`. `parts`: z in pieces along n; `scale`: `[P, C, width]`, C at most the last piece's rows."""
+    C = scale.shape[1]
+    if name == "silu":  # few and small buffers: time goes by the bytes that leave the cache
+        s, sizes = out.new_empty(out.shape), [z.shape[1] for z in parts]
+        for z, a, s_z in zip(parts, out.split(sizes, 1), s.split(sizes, 1)):
+            torch.mul(z, torch.sigmoid(z, out=s_z), out=a)
+        z, a, s_z = (x[:, -C:] for x in (z, a, s_z))
+        curve = torch.add(z, a, alpha=-2).add_(2).mul_(scale).mul_(torch.addcmul(s_z, s_z, s_z, value=-1))
+        return torch.lerp(out, torch.ones((), dtype=s.dtype, device=s.device), s, out=s), curve  # a + s (1 - a)
+    z = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
     out.copy_(F.gelu(z))  # `gelu.out` leaves a strided float32 buffer unwritten
-    return torch.ops.aten.gelu_backward(torch.ones_like(z), z), z  # slow with ones that are expanded
-
-
-def curves(name: str, z: Tensor, a: Tensor, rest: Tensor, scale: Tensor) -> Tensor:
-    """scale * phi''(z); `a`, `rest`: phi(z) and what `slopes` left."""
-    if name == "silu":
-        return torch.addcmul(rest, rest, rest, value=-1).mul_(scale).mul_(torch.add(z, a, alpha=-2).add_(2))
+    slope = torch.ops.aten.gelu_backward(torch.ones_like(z), z)  # slow with ones that are expanded
+    z = z[:, -C:]
     square = z * z
     bell = torch.add(torch.full_like(square[:1, :1, :1], -0.5 * math.log(2 * math.pi)), square, alpha=-0.5).exp_()
-    return bell.mul_(square.neg_().add_(2)).mul_(scale)
+    return slope, bell.mul_(square.neg_().add_(2)).mul_(scale)
 
 
 def excess(squares: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .coefficients_tnt import Coef
-from .network_tnt import Standardised, curves, excess, slopes, squares, standardise, through_standardise
+from .network_tnt import Standardised, excess, slopes, squares, standardise, through_standardise
 from .scan_tnt import Block, Plan, Tape, c_end, s_end, weighted
 
 
@@ -57,19 +57,19 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln, coef
     C, name = k.shape[1], plan.net.activation
     rows, both = q.shape[1], q.shape[1] + C
     key, read, grad_act, pairs = ([x if x is None else x[block.here] for x in y] for y in tape[:4])
-    hidden = [torch.cat(z, 1) for z in zip(read[:-1], key)] if plan.current else key[:-1]
+    hidden = zip(read[:-1], key) if plan.current else zip(key[:-1])
     top, read_y = key[-1] if plan.current else key[-1][:, rows:], read[-1] if plan.current else key[-1][:, :rows]
     x, a, delta, slope, curve = [q], [k], [], [], []
     left, right = [torch.cat([q, k], 1)], []
     for i, z in enumerate(hidden):
-        left.append(q.new_empty(len(q), both + C, z.shape[-1]))
-        right.append(q.new_empty(len(q), both + (C if i else 0), z.shape[-1]))
+        width = z[0].shape[-1]
+        left.append(q.new_empty(len(q), both + C, width))
+        right.append(q.new_empty(len(q), both + (C if i else 0), width))
         x.append(left[-1][:, :rows])
         a.append(left[-1][:, rows:both])
-        slope_, rest = slopes(name, z, left[-1][:, :both])
-        slope.append(slope_)
-        curve.append(curves(name, z[:, rows:], a[-1], rest[:, rows:], grad_act[i]))
-        delta.append(torch.mul(grad_act[i], slope_[:, rows:], out=right[-1][:, both:] if i else None))
+        for found, to in zip(slopes(name, z, left[-1][:, :both], grad_act[i]), (slope, curve)):
+            to.append(found)
+        delta.append(torch.mul(grad_act[i], slope[-1][:, rows:], out=right[-1][:, both:] if i else None))
     normed = u = None
     error = last = top
     if ln is not None:

@@ -18,9 +18,8 @@ from torch import Tensor
 from .block_tnt import Backward, BlockBackward, Running
 from .coefficients_tnt import Coef
 from .denormals_tnt import without_denormals
-from .network_tnt import inner_offset
 from .rebuild_tnt import rebuild
-from .scan_tnt import Ends, Plan, Tape, blank_tape, blocks, cut, scan, whole, write_chunk
+from .scan_tnt import Ends, Plan, Tape, blank_tape, blocks, cut, offsets, scan, write_chunk
 
 
 BLOCK_ELEMENTS = 1 << 17  # of a block's widest activation: few kernel launches, and a block stays in the cache
@@ -35,6 +34,7 @@ class ChunkScan(torch.autograd.Function):
     def forward(ctx, plan, depth, q, k, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
         coef, ln = Coef(theta, c, A, D, s_end, m_end), None if gain is None else (gain, bias)
         W, xi, S, target = layers(states, depth)
+        offset = offsets(plan, k, v, ln)
         steps, C = len(plan.counts), k.shape[1]
         widths = [w.shape[2] for w in W]
         ctx.length = max(1, min(BLOCK_ELEMENTS // (plan.counts[0] * C * max(widths)), math.isqrt(steps)))
@@ -47,13 +47,13 @@ class ChunkScan(torch.autograd.Function):
         else:
             ctx.way = "replay"
         tape = blank_tape(plan, q, k, W, coef, ln, kept) if any(ctx.needs_input_grad) else None
-        o, loss, *final = scan(plan, q, k, v, coef, ln, target, xi, W, S, tape=tape)
+        o, loss, *final = scan(plan, q, k, offset, coef, ln, target, xi, W, S, tape=tape)
         if tape is not None:
             ctx.steps = [(j, S is not None) for j, (_, S) in tape.states.items()]
             flat = [*tape.key, *tape.read, *tape.grad_act, *tape.pairs]
             ctx.tape = [len(x) for x in tape[:4]]
             flat += [x for W, S in tape.states.values() for x in (*W, *(S or ()))]
-            ctx.save_for_backward(q, k, v, *coef, gain, bias, *states, *flat)
+            ctx.save_for_backward(q, k, offset, *coef, gain, bias, *states, *flat)
         ctx.plan, ctx.depth = plan, depth
         if loss is not None:
             ctx.mark_non_differentiable(loss)
@@ -70,7 +70,7 @@ class ChunkScan(torch.autograd.Function):
 def _gradients(ctx, d_o, d_final):
     """Of all that `ChunkScan` was given but the plan and the depth."""
     plan, L = ctx.plan, ctx.depth
-    q, k, v, *rest = ctx.saved_tensors
+    q, k, offset, *rest = ctx.saved_tensors
     coef, (gain, bias), states, flat = Coef(*rest[:6]), rest[6:8], rest[8 : 8 + 4 * L], iter(rest[8 + 4 * L :])
     ln = None if gain is None else (gain, bias)
     kept = {}
@@ -79,11 +79,13 @@ def _gradients(ctx, d_o, d_final):
         kept[j] = [next(flat) for _ in range(L)], [next(flat) for _ in range(L)] if momentum else None
     tape = Tape(*parts, kept)
     _, xi, S0, target = layers(states, L)
-    zeros = [None if x is None else torch.zeros_like(x) for x in (q, k, v, *coef)]
+    grad = [torch.empty_like(x) for x in (q, k, offset)]
+    for x in grad:
+        x[plan.starts[-1] + plan.counts[-1] :].zero_()  # where no block comes
+    grad += [x if x is None else torch.zeros_like(x) for x in coef]
     d_target = None if target is None else [torch.zeros_like(x) for x in target]
     d_ln = None if ln is None else [torch.zeros_like(x) for x in ln]
-    back = Backward(plan, ctx.way, tape, xi, target, ln, layers(d_final, L, 3), zeros, d_target, d_ln)
-    offset = inner_offset(plan.net, k, v, None if ln is None else whole(plan, len(k)).spread(ln[1]))
+    back = Backward(plan, ctx.way, tape, xi, target, ln, layers(d_final, L, 3), grad, d_target, d_ln)
     todo, run, room = blocks(plan, ctx.length), Running(None, None, None, None), {}
     while todo:
         begin = (todo[-1].steps[0] // ctx.stride) * ctx.stride

@@ -34,6 +34,9 @@ from .network_tnt import (
 )
 
 
+SHARED_ROWS = 64  # a chunk's queries and keys up to so many share a product: two of few rows cost more than one
+
+
 class Plan(NamedTuple):
     """What a scan needs besides tensors. `counts` and `starts` are in programs (rows x heads)."""
 
@@ -256,7 +259,12 @@ def blank_tape(plan: Plan, q: Tensor, k: Tensor, W: list[Tensor], coef: Coef, ln
     )
 
 
-def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, tape: Tape | None = None):
+def offsets(plan: Plan, k: Tensor, v: Tensor, ln) -> Tensor:
+    """`inner_offset` of all chunks, [N H, C, V]."""
+    return inner_offset(plan.net, k, v, None if ln is None else whole(plan, len(k)).spread(ln[1]))
+
+
+def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None = None):
     """All chunks in order. Returns o `[N H, C G, V]`, the inner losses `[N H, C]` (or `None`) and the rows' final W,
     W_xi, S (lists, or `None`).
 
@@ -265,7 +273,6 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, tape: Tape | None = No
     losses, ended, last, C, rows, L = [], [], len(plan.counts) - 1, k.shape[1], q.shape[1], len(W)
     net, current, owned = plan.net, plan.current, False  # owned: W and S are this scan's to overwrite
     every = whole(plan, len(q))
-    offset = inner_offset(net, k, v, None if ln is None else every.spread(ln[1]))
     o = tape.read[-1] if tape is not None and current else None
     o = every.blank(q, rows, W[-1].shape[2]) if o is None else o
     none = [(None,) * L] * (last + 1)
@@ -276,19 +283,20 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, tape: Tape | None = No
             reads = every.cuts([*tape.read[:-1], o])
         if tape.pairs:
             all_pairs = every.cuts([None, *tape.pairs])
-    inputs = every.cuts([torch.cat([q, k], 1), q, k, offset])
+    shared = not current or rows + C <= SHARED_ROWS
+    inputs = every.cuts([torch.cat([q, k], 1) if shared else None, q, k, offset])
     coefs, written = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
     ends = list(map(Ends._make, every.cuts(Ends.of(coef))))
     if current:
         causal = _causal(rows, C, q)
         A, D = (None if x is None else grouped(x, plan.groups)[..., None] for x in (coef.A, coef.D))
         scalars = every.cuts([A, D])
-        # a token's queries and key share the first product; the reads need theirs in a tensor of its own
-        scratch = q.new_empty(plan.counts[0], rows + C, W[0].shape[2])
+        # of a shared product the reads need theirs in a tensor of its own
+        scratch = q.new_empty(plan.counts[0], rows + C if shared else rows, W[0].shape[2])
     for j, n in enumerate(plan.counts):
         (both_j, q_j, k_j, offset_j), key, read = inputs[j], keys[j], reads[j]
         if tape is not None and j in tape.states:
-            tape.states[j] = (copied(W), copied(S)) if owned else (W, S)
+            tape.states[j] = W, S
         start = xi if plan.carried and j == 0 else W
         if j == 0 or n < plan.counts[j - 1]:
             gain, goal = None if ln is None else ln[0][:n], cut(target, n)
@@ -298,9 +306,9 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, tape: Tape | None = No
             a, z = [[x[:, rows:] for x in y] for y in (a, z)]
             top = z[-1] if ln is None else None
         else:
-            first = torch.bmm(both_j, W[0], out=scratch[:n])
-            z_1 = None
-            if start is W:
+            into, z_1 = read[0] if not shared else None, None
+            first = torch.bmm(both_j if shared else q_j, W[0], out=scratch[:n] if into is None else into)
+            if shared and start is W:
                 z_1 = first[:, rows:] if tape is None or L == 1 else key[0].copy_(first[:, rows:])
             a, z = pass_through(net, start, k_j, z_1, key)
             top = key[-1]
@@ -321,7 +329,7 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, tape: Tape | None = No
             final = plan.keep_state and rest < n
             pushed_S = None if end_S is None else weighted(end_S, a, delta)
             W, S = write_chunk(W, S, goal, ends[j], pushed, pushed_S, (W, S) if owned and not final else None)
-            owned = True
+            owned = tape is None or j + 1 not in tape.states
             if final:  # these rows end here
                 xi_end = [x[rest:] for x in (W if plan.full is True else start)]
                 if isinstance(plan.full, Tensor):
@@ -333,8 +341,9 @@ def scan(plan: Plan, q, k, v, coef, ln, target, xi, W, S, tape: Tape | None = No
     final = [None if x[0] is None else [torch.cat(y[::-1]) for y in zip(*x)] for x in zip(*ended)] or [None] * 3
     if ln is not None:
         gain, bias = (every.spread(x) for x in ln)
-        o = torch.addcmul(bias, gain, standardise(o, net.eps).h)
-    o = o + q if net.residual else o
+        o = standardise(o, net.eps).h
+        o = torch.addcmul(bias, gain, o, out=o)
+    o = o.add_(q) if net.residual else o
     return o, every.stack(losses) if plan.keep_loss else None, *final
 
 
