@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from tnt_hf import block_tnt, coefficients_tnt, grid_tnt, memory_tnt, network_tnt, rebuild_tnt, reverse_tnt, scan_tnt
+from tnt_hf.features_tnt import feature_width
 from tnt_hf.memory_tnt import MemoryState, memory_chunkwise, memory_naive
 
 
@@ -37,6 +38,7 @@ def make_inputs(
     momentum=False,
     decay=False,
     layernorm=False,
+    feature_map="identity",
     dtype=torch.float64,
 ):
     """Random op inputs: (tensors q, k, v, lr), weights, options that are tensors."""
@@ -54,7 +56,7 @@ def make_inputs(
         0.5 * randn(B, T, H, V),
         0.5 * rand(B, T, H),
     ]
-    widths = [K, *[hidden] * (depth - 1), V]
+    widths = [feature_width(feature_map, K), *[hidden] * (depth - 1), V]
     weights = [randn(H, a, b) / math.sqrt(a) for a, b in zip(widths, widths[1:])]
     options = {}
     if momentum:
@@ -185,6 +187,7 @@ def oracle(
         {"layernorm": True, "residual": True, "activation": "gelu"},
         {"projection": "shard", "reset_interval": 6},
         {"projection": "chunk", "reset_interval": 6, "normalize": False, "momentum": True},
+        {"feature_map": "quadratic", "momentum": True, "decay": True},
     ],
     ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()) or "plain",
 )
@@ -192,6 +195,7 @@ def test_matches_the_published_recurrence(op, depth, case):
     defaults = {"target": "init", "read": "current", "projection": "none", "normalize": True}
     case = {**defaults, "reset_interval": None, "residual": False, "activation": "silu", **case}
     flags = {name: case.pop(name, False) for name in ("momentum", "decay", "layernorm")}
+    flags["feature_map"] = kind = case.pop("feature_map", "identity")
     (q, k, v, lr), weights, options = make_inputs(T=14, H=2, G=2, depth=depth, **flags)
     named = {
         "query_projection": case["projection"],
@@ -199,7 +203,11 @@ def test_matches_the_published_recurrence(op, depth, case):
         "decay_target": case["target"],
         **{name: case[name] for name in ("reset_interval", "read", "residual", "activation")},
     }
+    named["feature_map"] = kind
     out, state = op(q, k, v, lr, weights, **options, **named, chunk_size=3, output_final_state=True)
+    if kind == "quadratic":
+        i, j = torch.triu_indices(4, 4)
+        q, k = (x[..., i] * x[..., j] * torch.where(i == j, 1, 2).double().sqrt() for x in (q, k))
     zeros = torch.zeros(1, 14, 2, dtype=torch.float64)
     momentum, decay = options.get("momentum", zeros), options.get("decay", zeros)
     for head in range(4):
@@ -249,6 +257,7 @@ def cases(draw):
         "K": K,
         "V": K if residual else pick(3, 4, 5),
         "depth": pick(1, 2, 3),
+        "feature_map": "identity" if residual else pick("identity", "identity", "quadratic"),
         **{name: draw(st.booleans()) for name in ("momentum", "decay", "layernorm")},
     }
     options = {
@@ -259,6 +268,7 @@ def cases(draw):
         # normalised in a test of its own: on a rank-one M, q M / |q M| is a sign function of q
         "normalize_projection": False,
         "activation": pick("silu", "gelu"),
+        "feature_map": shape["feature_map"],
         "residual": residual,
         "decay_target": pick("init", "zero"),
         "grad_bound": pick(None, None, 0.2, 1e30),
@@ -499,10 +509,8 @@ def test_bfloat16_inputs_keep_a_float32_state():
     assert_same([w.float() for w in got[1].weights], want[1].weights, 2e-2)  # bf16 has 8 bits: 4e-3 per input
 
 
-def test_gradient_of_32k_tokens_fits():
-    """1 head x 64, chunk 16: all that the graph keeps, inputs included."""
-    T = 32768
-    tensors, weights, _ = make_inputs(T=T, H=1, K=64, V=64, hidden=64, dtype=torch.float32)
+def bytes_kept(tensors, weights, **settings_):
+    """All that the graph keeps per token, inputs included, and the output."""
     for x in (*tensors, *weights):
         x.requires_grad_()
     kept = {}
@@ -512,8 +520,24 @@ def test_gradient_of_32k_tokens_fits():
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out, _ = memory_chunkwise(*tensors, weights, chunk_size=16, reset_interval=2048)
-    per_token = sum(kept.values()) / T
+        out, _ = memory_chunkwise(*tensors, weights, **settings_)
+    return sum(kept.values()) / tensors[0].shape[1], out
+
+
+def test_products_of_channels_are_not_kept():
+    """1 head x 32, whose products are 528 wide: two such tensors alone would take 4,224 bytes."""
+    tensors, weights, _ = make_inputs(T=4096, H=1, K=32, V=32, depth=1, feature_map="quadratic", dtype=torch.float32)
+    for read in ("current", "chunk_start"):
+        per_token, _ = bytes_kept(
+            tensors, weights, chunk_size=64, reset_interval=2048, feature_map="quadratic", read=read
+        )
+        assert per_token < 1000, f"{per_token:.0f} bytes per token and head"
+
+
+def test_gradient_of_32k_tokens_fits():
+    """1 head x 64, chunk 16."""
+    tensors, weights, _ = make_inputs(T=32768, H=1, K=64, V=64, hidden=64, dtype=torch.float32)
+    per_token, out = bytes_kept(tensors, weights, chunk_size=16, reset_interval=2048)
     assert per_token < 2700, f"{per_token:.0f} bytes per token and head"
     out.square().mean().backward()
     assert all(torch.isfinite(x.grad).all() for x in (*tensors, *weights))

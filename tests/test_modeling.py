@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM, TNTModel
-from tnt_hf.features_tnt import quadratic
 
 
 EXACT, SINGLE = 1e-9, 1e-4  # float64 and float32 tolerances
@@ -374,11 +373,6 @@ def test_surprise_falls_on_a_repeated_sequence():
     once = tokens(4, 48)
     for surprise in model(torch.cat([once, once], 1), output_surprise=True).surprise:
         assert (surprise[:, 48:].mean(1) < surprise[:, :48].mean(1)).all()
-
-
-def test_quadratic_keys_score_the_square():
-    x, y = torch.randn(2, 5, 7, dtype=torch.float64)
-    torch.testing.assert_close(quadratic(x) @ quadratic(y).T, (x @ y.T) ** 2, rtol=EXACT, atol=EXACT)
 
 
 def test_state_and_weights_stay_float32_in_half_precision(tmp_path):

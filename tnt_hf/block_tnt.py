@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .coefficients_tnt import Coef
+from .features_tnt import through_ring_products
 from .network_tnt import Standardised, standardise, through_standardise
 from .rebuild_tnt import Rebuilt
 from .scan_tnt import Block, Ends, Plan, Tape, c_end, copied, end_gradients, grouped, s_end, ungrouped
@@ -53,11 +54,11 @@ def _dot(x: Tensor, y: Tensor, out: Tensor) -> None:
 class BlockBackward:
     """Closed-form gradient of a block. Adds into `Backward`'s sums; `run` takes and returns the `Running`."""
 
-    def __init__(self, back: Backward, block: Block, built: Rebuilt, q, d_o):
-        self.back, self.block, self.built, self.q, self.d_o = back, block, built, q, d_o
+    def __init__(self, back: Backward, block: Block, built: Rebuilt, d_o):
+        self.back, self.block, self.built, self.q, self.d_o = back, block, built, built.x[0], d_o
         self.coef = coef = built.coef
         plan, a, delta = back.plan, built.a, built.delta
-        self.L, self.C, self.rows, self.current = len(a), a[0].shape[1], q.shape[1], plan.current
+        self.L, self.C, self.rows, self.current = len(a), a[0].shape[1], self.q.shape[1], plan.current
         self.narrow = [x.shape[-1] <= y.shape[-1] for x, y in zip(a, delta)]  # a is the narrower factor
         self.grad = [None if x is None else x[block.here] for x in back.grad]
         self.plain = self.current and coef.A is None and coef.D is None
@@ -345,8 +346,8 @@ class BlockBackward:
         block, built, coef, L = self.block, self.built, self.coef, self.L
         G, net, (x, a, delta) = self.back.plan.groups, self.back.plan.net, built[2:5]
         d_q, d_k, d_v, d_coef = *self.grad[:3], Coef(*self.grad[3:])
-        d_q.copy_(self.d_qk[:, : self.rows])
-        d_k.copy_(self.d_qk[:, self.rows :])
+        seen_q, seen_k = self.d_qk.split([self.rows, self.C], 1)  # by the network
+        d_q, d_k = (seen_q, seen_k) if self.back.plan.quadratic else (d_q.copy_(seen_q), d_k.copy_(seen_k))
         if self.d_a[0] is not None:
             d_k += self.d_a[0]
         ends = [(c_end(coef), d_coef.theta if coef.c is None else d_coef.c[:, -1], self.moved)]
@@ -393,3 +394,7 @@ class BlockBackward:
         if net.residual:
             d_q += self.d_o
             d_k += d_error
+        if self.back.plan.quadratic:
+            d_qk = through_ring_products(self.d_qk, built.tokens)
+            self.grad[0].copy_(d_qk[:, : self.rows])
+            self.grad[1].copy_(d_qk[:, self.rows :])

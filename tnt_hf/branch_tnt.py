@@ -89,7 +89,8 @@ class TNTMemoryUnit(nn.Module):
             q: `[B, T, n, D]`, already projected by M where the spec asks for it. k, v: `[B, T, H, D]`.
             spec: chunk size, reset interval (tokens) and read of this memory. lr_scale: factor of theta.
             operands: of Triton's products, bfloat16 where the layer's activations are; nothing else rounds.
-            options: mask, segment_ids, initial_state, output_final_state, output_surprise of [`memory_chunkwise`].
+            options: mask, segment_ids, initial_state, output_final_state, output_surprise, feature_map of
+                [`memory_chunkwise`].
 
         Returns:
             o `[B, T, n, D]`, the state, the surprise `[B, T, H]`; the latter two `None` if not asked for.
@@ -257,8 +258,8 @@ class TNTMemory(nn.Module):
             if self.feature_map == "silu":
                 q, k = F.silu(q), F.silu(k)
             q, k = unit_vectors(q), unit_vectors(k)
-            if self.feature_map == "quadratic":
-                q, k = quadratic(q), quadratic(k)
+            if self.feature_map == "quadratic" and layout.intervals:
+                q, k = quadratic(q), quadratic(k)  # M is over the products; else every memory makes its own
             v = unit_vectors(v) if self.value_norm else v
             o, new_state, surprise = self._remember(
                 hidden_states, q, k, v, operands, layout, state, keep, mask, segment_ids, output_surprise
@@ -344,6 +345,7 @@ class TNTMemory(nn.Module):
                 output_final_state=keep,
             )
             queries[interval] = query.to(q.dtype)  # operands are rounded, gates and states are not
+        products = "quadratic" if self.feature_map == "quadratic" and not layout.intervals else "identity"
         total, states, surprises = 0, [], []
         for i, (spec, unit) in enumerate(zip(layout.specs, self.memories)):
             o, memory_state, surprise = unit(
@@ -359,6 +361,7 @@ class TNTMemory(nn.Module):
                 initial_state=None if state is None else state.memories[i],
                 output_final_state=keep,
                 output_surprise=output_surprise,
+                feature_map=products,
             )
             total = total + o
             states.append(memory_state)

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from .features_tnt import feature_width
+
 
 def check_tensor(name: str, x: Tensor, shape: tuple, like: Tensor | None = None) -> None:
     """`name` is a floating point tensor of `shape` (`None`: any size) that is not empty, on the device of `like`."""
@@ -72,7 +74,9 @@ def check_rows(q: Tensor, k: Tensor, mask, segment_ids) -> None:
         raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
 
 
-def check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, state) -> None:
+def check_inputs(
+    q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, state, feature_map
+) -> None:
     """All tensors of `memory_chunkwise` against each other."""
     check_tensor("q", q, (None, None, None, None))
     B, T, _, K = q.shape
@@ -83,9 +87,11 @@ def check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, mas
         if x is not None or name == "lr":
             check_tensor(name, x, (B, T, H), q)
     check_rows(q, k, mask, segment_ids)
+    if residual and feature_map != "identity":
+        raise ValueError(f"residual=True needs keys as wide as values, unlike feature_map={feature_map!r}")
     if isinstance(weights, Tensor) or not hasattr(weights, "__len__") or not len(weights):
         raise ValueError(f"weights must be a list that holds at least one layer, got {_brief(weights)}")
-    width = K
+    width = K = feature_width(feature_map, K)
     for i, w in enumerate(weights):
         check_tensor(f"weights[{i}]", w, (H, width, v.shape[3] if i == len(weights) - 1 else None), q)
         width = w.shape[2]
@@ -108,12 +114,12 @@ def check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, mas
                 )
             for i, (x, w) in enumerate(zip(tensors, weights)):
                 check_tensor(f"initial_state.{name}[{i}]", x, (B, *w.shape), q)
-        check_projection_state(state.projection, state.time, q, H)
+        check_projection_state(state.projection, state.time, q, H, K)
 
 
-def check_projection_state(M: Tensor | None, time: Tensor, q: Tensor, H: int) -> None:
+def check_projection_state(M: Tensor | None, time: Tensor, q: Tensor, H: int, K: int) -> None:
     """M `[B, H, K, K]` or `None`, and memory time `[B]` int64."""
-    B, K = q.shape[0], q.shape[3]
+    B = q.shape[0]
     if M is not None:
         check_tensor("initial_state.projection", M, (B, H, K, K), q)
     if not isinstance(time, Tensor) or tuple(time.shape) != (B,) or time.dtype != torch.int64:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .coefficients_tnt import chunk_coefficients
 from .denormals_tnt import without_denormals
+from .features_tnt import FEATURE_MAPS, Ring, feature_width, quadratic
 from .grid_tnt import batch_documents, batch_grid, dense_grid
 from .inputs_tnt import check_bound, check_flag, check_inputs, check_positive
 from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan
@@ -130,6 +131,7 @@ def memory_chunkwise(
     read: str = "current",
     query_projection: str = "none",
     normalize_projection: bool = True,
+    feature_map: str = "identity",
     activation: str = "silu",
     residual: bool = False,
     layernorm: tuple[Tensor, Tensor, float] | None = None,
@@ -151,13 +153,16 @@ def memory_chunkwise(
         q: `[B, T, Hq, K]` queries; Hq is a multiple of H, query heads of one memory head are neighbours.
         k, v: `[B, T, H, K]` keys and `[B, T, H, V]` values.
         lr, momentum, decay: `[B, T, H]`, the final theta >= 0, mu in [0, 1), alpha in [0, 1); nothing is scaled.
-        weights: `L` tensors `[H, d_in, d_out]`, W_init; d_in of the first is K, d_out of the last is V.
+        weights: `L` tensors `[H, d_in, d_out]`, W_init; d_in of the first is K (see `feature_map`), d_out of the
+            last is V.
         chunk_size: tokens that share one W_xi for their gradients.
         reset_interval: tokens of memory time between resets (before the shard's first token writes), a multiple of
             `chunk_size`; `None` = never.
         read: "current" o_t = f(W_t, q_t), or "chunk_start" o_t = f(W_xi, q_t).
         query_projection: "none", "shard" (q_t M_t since the last reset) or "chunk" (since the chunk's first token),
             its result normalised with `normalize_projection`; see `project_queries`.
+        feature_map: "identity", or "quadratic": the memory sees the products of q's and k's channels,
+            K (K + 1) / 2 wide (`features_tnt.quadratic`). They are made chunk by chunk, unless projected.
         activation: "silu" or "gelu" between layers. residual: f(W, x) + x (needs K = V).
         layernorm: (gain `[H, V]`, bias `[H, V]`, eps) on the network's output, before the residual.
         decay_target: forget toward W_init ("init") or 0 ("zero").
@@ -188,8 +193,8 @@ def memory_chunkwise(
         ("output_surprise", output_surprise),
     ):
         check_flag(name, flag)
-    check_inputs(q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, initial_state)
     for name, value, allowed in (
+        ("feature_map", feature_map, FEATURE_MAPS),
         ("read", read, READS),
         ("query_projection", query_projection, PROJECTIONS),
         ("activation", activation, ACTIVATIONS),
@@ -200,6 +205,9 @@ def memory_chunkwise(
     ):
         if not any(value is x or (type(value) is type(x) and value == x) for x in allowed):
             raise ValueError(f"{name} must be one of {allowed} in this version, got {value!r}")
+    check_inputs(
+        q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, initial_state, feature_map
+    )
     check_positive("chunk_size", chunk_size)
     check_positive("reset_interval", reset_interval, optional=True)
     if reset_interval is not None and reset_interval % chunk_size:
@@ -220,7 +228,9 @@ def memory_chunkwise(
     implementation = choose("implementation", asked, q.device, unsupported_scan, *memory)
     projection = "chunk"
     if implementation == "triton" and query_projection != "none":
-        projection = choose("implementation", asked, q.device, unsupported_projection, dtype, q.shape[3])
+        projection = choose(
+            "implementation", asked, q.device, unsupported_projection, dtype, feature_width(feature_map, q.shape[3])
+        )
     net = Net(activation, residual, 0.0 if layernorm is None else float(layernorm[2]))
     options = {
         "chunk_size": chunk_size,
@@ -249,13 +259,16 @@ def memory_chunkwise(
         initial_state.time,
     )
     by_token = implementation == "naive" or (q.shape[1] == 1 and state is not None and segment_ids is None)
+    options["quadratic"] = feature_map == "quadratic" and not options["triton"] and query_projection == "none"
     with torch.autocast(q.device.type, enabled=False):
-        run = _run_tokens if by_token else _run_chunks
+        run, given = _run_tokens if by_token else _run_chunks, q.dtype
+        if feature_map == "quadratic" and (by_token or not options["quadratic"]):
+            q, k = quadratic(cast(q)), quadratic(cast(k))
         o, state, loss = run(
             *(x.to(dtype if by_token else tokens) for x in (q, k, v)), cast(lr), [cast(w) for w in weights], net,
             options, cast(momentum), cast(decay), mask, segment_ids, state
         )  # fmt: skip
-    result = (o.to(q.dtype), state if output_final_state else None)
+    result = (o.to(given), state if output_final_state else None)
     return (*result, loss.detach()) if output_surprise else result
 
 
@@ -296,7 +309,7 @@ def _run_rows(q, k, v, lr, init, net, options, momentum, decay, mask, segment_id
     counts, starts = ([n * H for n in x] for x in (grid.counts, grid.starts))
     plan = Plan(
         net, counts, starts, Hq // H, options["read"] == "current", state is not None and C > 1, full,
-        options["keep_state"], options["keep_loss"], options["grad_bound"],
+        options["keep_state"], options["keep_loss"], options["grad_bound"], options["quadratic"],
     )  # fmt: skip
     theta, mu, keep, present = programs(lr), None, None, None
     if momentum is not None:
@@ -312,6 +325,11 @@ def _run_rows(q, k, v, lr, init, net, options, momentum, decay, mask, segment_id
     target = None
     if decay is not None and options["decay_target"] == "init":
         target = [grid.rowwise(w, None) for w in init]
+    if plan.quadratic:
+        ring = Ring.of(k.shape[-1], W[0])
+        for x in (W, xi, S, target):
+            if x is not None:
+                x[0] = ring.enter(x[0])
     ln = options["layernorm"] and [grid.rowwise(x, None) for x in options["layernorm"]]
     x = programs(q.unflatten(2, (H, -1))).flatten(1, 2)
 
@@ -333,7 +351,8 @@ def _run_rows(q, k, v, lr, init, net, options, momentum, decay, mask, segment_id
         final = [None if x[0] is None else list(x) for x in (final[i * len(W) : (i + 1) * len(W)] for i in range(3))]
     else:
         o, loss, *final = scan(plan, x, tensors[0], offsets(plan, *tensors, ln), coef, ln, target, xi, W, S)
-
+    if plan.quadratic:
+        final = [y and [ring.leave(y[0]), *y[1:]] for y in final]
     return _ungrid(grid, H, C, o, loss, final, M, options)
 
 

@@ -140,7 +140,7 @@ def project_queries(
     if initial_state is not None:
         if not isinstance(initial_state, tuple) or len(initial_state) != 2:
             raise ValueError(f"initial_state must be (M, time), got a {type(initial_state).__name__}")
-        check_projection_state(*initial_state, q, k.shape[2])
+        check_projection_state(*initial_state, q, k.shape[2], q.shape[3])
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     dtype = torch.promote_types(q.dtype, torch.float32)

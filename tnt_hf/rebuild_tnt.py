@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .coefficients_tnt import Coef
+from .features_tnt import ring_products
 from .network_tnt import Standardised, excess, slopes, squares, standardise, through_standardise
 from .scan_tnt import Block, Plan, Tape, c_end, s_end, weighted
 
@@ -44,6 +45,7 @@ class Rebuilt(NamedTuple):
     normed: Standardised | None
     u: Tensor | None  # dl/dh
     ln: list[Tensor] | None
+    tokens: Tensor  # [P, C G + C, K] q and k: left_1, or what it is the products of
     pull: Pull | None  # with a gradient bound
     coef: Coef  # of the bounded gradients
     pushed: list[tuple[Tensor, Tensor]]  # factors of what the chunks write to W, see `weighted`
@@ -59,8 +61,13 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln, coef
     key, read, grad_act, pairs = ([x if x is None else x[block.here] for x in y] for y in tape[:4])
     hidden = zip(read[:-1], key) if plan.current else zip(key[:-1])
     top, read_y = key[-1] if plan.current else key[-1][:, rows:], read[-1] if plan.current else key[-1][:, :rows]
-    x, a, delta, slope, curve = [q], [k], [], [], []
-    left, right = [torch.cat([q, k], 1)], []
+    tokens = torch.cat([q, k], 1)
+    if plan.quadratic:
+        left = [ring_products(tokens)]
+        q, k = left[0][:, :rows], left[0][:, rows:]
+    else:
+        left = [tokens]
+    x, a, delta, slope, curve, right = [q], [k], [], [], [], []
     for i, z in enumerate(hidden):
         width = z[0].shape[-1]
         left.append(q.new_empty(len(q), both + C, width))
@@ -86,8 +93,9 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln, coef
     pushed = weighted(c_end(coef), a, delta)
     pushed_S = None if coef.s_end is None else weighted(s_end(coef), a, delta)
     return Rebuilt(
-        left, right, x, a, delta, slope, curve, read_y, pairs, error, normed, u, ln, pull, coef, pushed, pushed_S
-    )
+        left, right, x, a, delta, slope, curve, read_y, pairs, error, normed, u, ln, tokens, pull, coef,
+        pushed, pushed_S,
+    )  # fmt: skip
 
 
 def bound_pull(a: list[Tensor], delta: list[Tensor], bound: float) -> Pull:

@@ -37,7 +37,9 @@ class ChunkScan(torch.autograd.Function):
         offset = offsets(plan, k, v, ln)
         steps, C = len(plan.counts), k.shape[1]
         widths = [w.shape[2] for w in W]
-        ctx.length = max(1, min(BLOCK_ELEMENTS // (plan.counts[0] * C * max(widths)), math.isqrt(steps)))
+        ctx.length = max(
+            1, min(BLOCK_ELEMENTS // (plan.counts[0] * C * max(W[0].shape[1], *widths)), math.isqrt(steps))
+        )
         ctx.stride = max(1, -(-math.isqrt(steps - 1) // ctx.length)) * ctx.length
         kept, floats = range(0, steps, ctx.stride), sum(w[0].numel() for w in W) * (1 if s_end is None else 2)
         if floats <= KEEP_RATIO * C * (3 * sum(widths[:-1]) + 4 * widths[-1]):  # the tape; k, v, y twice
@@ -97,7 +99,7 @@ def _gradients(ctx, d_o, d_final):
         entries = replay(plan, tape, group, target, room) if ctx.way == "replay" else []
         for block, built in group:
             built = built or rebuild(plan, block, tape, L, k, q, offset, ln, coef)
-            run = BlockBackward(back, block, built, q[block.here], d_o[block.here]).run(run, entries)
+            run = BlockBackward(back, block, built, d_o[block.here]).run(run, entries)
     none = [None] * L
     d_S0 = none if S0 is None else run.d_S
     return (

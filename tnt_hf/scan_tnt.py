@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .coefficients_tnt import Coef
+from .features_tnt import ring_products
 from .network_tnt import (
     Net,
     activate,
@@ -50,6 +51,7 @@ class Plan(NamedTuple):
     keep_state: bool
     keep_loss: bool
     bound: float | None  # of |g_i|: c_{t,i} shrinks by the excess
+    quadratic: bool = False  # of q and k the network sees the products, which are made chunk by chunk
 
 
 class Block(NamedTuple):
@@ -266,7 +268,7 @@ def offsets(plan: Plan, k: Tensor, v: Tensor, ln) -> Tensor:
 
 def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None = None):
     """All chunks in order. Returns o `[N H, C G, V]`, the inner losses `[N H, C]` (or `None`) and the rows' final W,
-    W_xi, S (lists, or `None`).
+    W_xi, S (lists, or `None`). q, k: `[N H, C (G), K]`; offset: `offsets(...)`.
 
     `coef` is that of unbounded gradients. `tape`: to fill. Writes in place: not for autograd, see `ChunkScan`.
     """
@@ -283,7 +285,7 @@ def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None
             reads = every.cuts([*tape.read[:-1], o])
         if tape.pairs:
             all_pairs = every.cuts([None, *tape.pairs])
-    shared = not current or rows + C <= SHARED_ROWS
+    shared = not current or plan.quadratic or rows + C <= SHARED_ROWS
     inputs = every.cuts([torch.cat([q, k], 1) if shared else None, q, k, offset])
     coefs, written = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
     ends = list(map(Ends._make, every.cuts(Ends.of(coef))))
@@ -295,6 +297,9 @@ def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None
         scratch = q.new_empty(plan.counts[0], rows + C if shared else rows, W[0].shape[2])
     for j, n in enumerate(plan.counts):
         (both_j, q_j, k_j, offset_j), key, read = inputs[j], keys[j], reads[j]
+        if plan.quadratic:
+            both_j = ring_products(both_j)
+            q_j, k_j = both_j[:, :rows], both_j[:, rows:]
         if tape is not None and j in tape.states:
             tape.states[j] = W, S
         start = xi if plan.carried and j == 0 else W
