@@ -80,7 +80,7 @@ class BlockBackward:
             self.top = through_standardise(built.ln[0] * self.d_o, normed)
         if self.current:
             coef, G = self.coef, plan.groups
-            c = coef.theta[:, None, :].expand(-1, self.C, self.C).tril() if coef.c is None else coef.c
+            c = coef.theta[:, None] * self.q.new_ones(self.C, self.C).tril() if coef.c is None else coef.c
             self.pairs, self.A, self.D = (grouped(y, G) for y in (c, coef.A, coef.D))
             self.A, self.D = (None if y is None else y[..., None] for y in (self.A, self.D))
             upper = built.pairs or [torch.bmm(y, z.mT) for y, z in zip(x[1:], a[1:])]
