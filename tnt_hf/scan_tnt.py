@@ -326,7 +326,8 @@ def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None
         if current:
             pairs, seen = (causal, pushed) if c.c is None else (grouped(c.c, plan.groups), list(zip(a, delta)))
             A, D = scalars[j]
-            _read_chunk(net, W, S, goal, q_j, A, D, pairs, seen, first[:, :rows], read, all_pairs[j])
+            first = first[:, :rows] if shared else first
+            _read_chunk(net, W, S, goal, q_j, A, D, pairs, seen, first, read, all_pairs[j])
         if plan.keep_loss:
             losses.append(0.5 * error.square().sum(-1))
         rest = 0 if j == last else plan.counts[j + 1]
