@@ -187,7 +187,8 @@ class _Preparation:
             return list(islice(found, data.eval_rows))
         found = stored_rows(self.store(source, held_out=share > 0), rows)
         if not len(found):
-            raise ValueError(f"{field}: has no row")
+            cause = "" if not share else "; documents are held out whole: give more of them, or eval_share=0"
+            raise ValueError(f"{field}: has no row of sequence_length={data.sequence_length} tokens{cause}")
         if len(found) <= data.eval_rows:
             return found
         return Subset(found, np.linspace(0, len(found) - 1, data.eval_rows).astype(int).tolist())

@@ -5,16 +5,18 @@ import torch
 import torch.nn.functional as F
 from test_memory import assert_same, leaves, make_inputs, probe, run
 
-from tnt_hf import reverse_tnt
+from tnt_hf import reverse_tnt, scan_tnt
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 from tnt_hf.projection_tnt import project_queries, unit_vectors
 
 
 @pytest.mark.parametrize("grad_bound", [None, 2.0])  # about half of these gradients are larger than 2
 @pytest.mark.parametrize("gates", [(), ("momentum",), ("decay",), ("momentum", "decay")], ids=str)
-@pytest.mark.parametrize("keep_ratio, block_elements", [(0, 50), (0, 1 << 17), (1e9, 50)])
-def test_every_way_back_to_a_chunks_weights(monkeypatch, keep_ratio, block_elements, gates, grad_bound):
-    """States kept, undone or replayed, in blocks of one chunk or many: the same gradients."""
+@pytest.mark.parametrize("keep_ratio, block_elements, shared_rows", [(0, 50, 64), (0, 1 << 17, 0), (1e9, 50, 0)])
+def test_every_way_back_to_a_chunks_weights(monkeypatch, keep_ratio, block_elements, shared_rows, gates, grad_bound):
+    """States kept, undone or replayed, in blocks of one chunk or many, queries and keys in one product or two: the
+    same gradients."""
+    monkeypatch.setattr(scan_tnt, "SHARED_ROWS", shared_rows)
     monkeypatch.setattr(reverse_tnt, "KEEP_RATIO", keep_ratio)
     monkeypatch.setattr(reverse_tnt, "BLOCK_ELEMENTS", block_elements)
     tensors, weights, options = make_inputs(B=2, T=70, G=2, depth=3, layernorm=True, **dict.fromkeys(gates, True))
@@ -73,6 +75,23 @@ def test_a_gradient_bound_at_the_ends_of_float32(op, grad_bound):
     assert all(
         torch.equal(w, x) for w, x in zip(state.weights, free if grad_bound > 1 else [w[None] for w in weights])
     )
+
+
+@pytest.mark.parametrize("feature_map", ["identity", "quadratic"])
+def test_nothing_uninitialised_leaves_the_backward(monkeypatch, feature_map):
+    """A last shard that is shorter leaves unused programs between blocks; new memory holds NaN here."""
+    monkeypatch.setattr(reverse_tnt, "BLOCK_ELEMENTS", 1)
+    tensors, weights, options = make_inputs(T=44, H=1, feature_map=feature_map)
+    for x in (*tensors, *weights):
+        x.requires_grad_()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            out, _ = memory_chunkwise(*tensors, weights, chunk_size=2, reset_interval=24, feature_map=feature_map)
+            found = torch.autograd.grad(out.sum(), (*tensors, *weights))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x.isfinite().all() for x in found)
 
 
 def test_the_backward_of_unit_vectors_is_the_librarys():

@@ -81,9 +81,8 @@ def _gradients(ctx, d_o, d_final):
         kept[j] = [next(flat) for _ in range(L)], [next(flat) for _ in range(L)] if momentum else None
     tape = Tape(*parts, kept)
     _, xi, S0, target = layers(states, L)
-    grad = [torch.empty_like(x) for x in (q, k, offset)]
-    for x in grad:
-        x[plan.starts[-1] + plan.counts[-1] :].zero_()  # where no block comes
+    made = torch.empty_like if sum(plan.counts) == len(q) else torch.zeros_like  # blocks may pass over unused programs
+    grad = [made(x) for x in (q, k, offset)]
     grad += [x if x is None else torch.zeros_like(x) for x in coef]
     d_target = None if target is None else [torch.zeros_like(x) for x in target]
     d_ln = None if ln is None else [torch.zeros_like(x) for x in ln]
