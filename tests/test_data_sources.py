@@ -375,7 +375,7 @@ ERRORS = {
     "eval_share": ({"x.jsonl": GOOD}, {"eval_share": 1.0}, r"eval_share=1.0: must be in \[0, 1\)"),
     "eval_rows": ({"x.jsonl": GOOD}, {"eval_rows": 0}, r"eval_rows=0: must be at least 1"),
     "two evaluations": ({"x.jsonl": GOOD}, {"eval_share": 0.1, "eval_split": "test"}, r"excludes eval_dataset_name"),
-    "nothing held out": ({"x.jsonl": GOOD}, {"eval_share": 1e-9}, r"eval_share=1e-09: has no row( of .*held out whole|, documents dropped)"),
+    "nothing held out": ({"x.jsonl": GOOD}, {"eval_share": 1e-9}, r"eval_share=1e-09: has no row( of .*whole|, doc)"),
     "no conversations": ({"x.jsonl": GOOD}, {"mode": "sft"}, r"messages_column='messages': .* no such.* 'text'"),
     "no conversations in text": ({"x.txt": "a"}, {"mode": "sft"}, r"messages_column='messages': .* is plain text"),
 }  # fmt: skip
