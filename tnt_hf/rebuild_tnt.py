@@ -74,9 +74,10 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln, coef
         right.append(q.new_empty(len(q), both + (C if i else 0), width))
         x.append(left[-1][:, :rows])
         a.append(left[-1][:, rows:both])
-        for found, to in zip(slopes(name, z, left[-1][:, :both], grad_act[i]), (slope, curve)):
-            to.append(found)
-        delta.append(torch.mul(grad_act[i], slope[-1][:, rows:], out=right[-1][:, both:] if i else None))
+        slope_, curve_ = slopes(name, z, left[-1][:, :both], grad_act[i])
+        slope.append(slope_)
+        curve.append(curve_)
+        delta.append(torch.mul(grad_act[i], slope_[:, rows:], out=right[-1][:, both:] if i else None))
     normed = u = None
     error = last = top
     if ln is not None:
