@@ -114,7 +114,7 @@ class BlockBackward:
         self.d_qk = block.blank(q, self.rows + self.C, q.shape[2])
         # reads of chunk-start weights and inner gradients go through the same weights, in one product
         self.d_hidden = [] if self.current else [blank(y) for y in built.slope]
-        self.dots = q.new_zeros(len(q), 3, L)  # of the chunk-end gradients: d W . S, d S . S, d W . (W - target)
+        self.dots = q.new_zeros(3, L, len(q))  # of the chunk-end gradients: d W . S, d S . S, d W . (W - target)
 
     def _cuts(self):
         """Everything per chunk: views that are made at once are cheap."""
@@ -130,19 +130,19 @@ class BlockBackward:
         self.ends_ = ends(c_end(coef), built.pushed, self.moved)
         self.ends_S_ = ends(s_end(coef), built.pushed_S, self.moved_S)
         keep, D, m = Ends.of(coef)
-        self.state_ = cuts([D, m, keep, None if keep is None else 1 - keep, self.dots])
+        self.state_ = cuts([D, m, keep, None if keep is None or self.back.target is None else 1 - keep])
+        self.dots_ = [cuts(() if y is None else x.unbind(0)) for x, y in zip(self.dots, (D, D, keep))]
         self.A_, self.D_, self.d_x_ = map(cut, (self.A, self.D, self.d_x))
         self.pairs_ = cut(self.pairs if self.current and L > 2 else None)
         self.minus_ = cuts([x.mT for x in self.minus[:-1]] if self.current else ())
         self.x_ = cuts(built.x if self.D is not None or L > 2 else ())
         self.a_, self.delta_, self.right_ = map(cuts, (a, delta, built.right))
         self.left_ = cuts([x.mT for x in built.left])
-        self.d_a_, self.d_delta_, self.g_, self.d_y_ = map(cuts, (self.d_a, self.d_delta, self.g, self.d_y))
+        self.d_a_, self.d_delta_, self.g_ = map(cuts, (self.d_a, self.d_delta, self.g))
+        self.d_y_ = cuts(self.d_y if self.current else ())
         self.through_W_, self.through_S_ = cuts(self.through_W), cuts(self.through_S)
-        self.slope_, self.read_slope_ = (
-            cuts([x[:, y] for x in built.slope]) for y in (slice(rows, None), slice(rows))
-        )
-        self.curve_ = cuts(built.curve)
+        self.slope_, self.curve_ = cuts([x[:, rows:] for x in built.slope]), cuts(built.curve)
+        self.read_slope_ = cuts([x[:, :rows] for x in built.slope] if self.current else ())
         self.into_ = cuts([x[:, :rows] for x in built.right[:-1]] if self.A is not None else ())  # A d_y
         self.d_z_ = cuts([x[:, rows : rows + C] for x in built.right])
         self.d_g_ = cuts([x[:, rows + C :] for x in built.left])
@@ -211,7 +211,7 @@ class BlockBackward:
     def _chunk_end(self, j, n, W, S, end_W, end_S):
         """The chunk-end state W_C = A W_0 + (1 - A) W_target + D S_0 - sum_i c_{C,i} g_i and S_C. Returns d W_0, d
         S_0 (but for the reads and the inner gradient)."""
-        target, (D, m, keep, rest, dots) = self.back.target, self.state_[j]
+        target, (D, m, keep, rest), dots = self.back.target, self.state_[j], [x[j] for x in self.dots_]
         d_W, d_S = [], None if S is None else []
         for i, dw in enumerate(end_W):
             self._through_end(j, i, dw, self.ends_[j], self.fresh[i])
@@ -220,18 +220,18 @@ class BlockBackward:
             elif self.moved_S[i] is not None:
                 self.ends_S_[j][2][i].zero_()
             if S is not None:
-                _dot(dw, S[i], dots[:, 0, i])
+                _dot(dw, S[i], dots[0][i])
                 if end_S is None:
                     ds = dw * D
                 else:
-                    _dot(end_S[i], S[i], dots[:, 1, i])
+                    _dot(end_S[i], S[i], dots[1][i])
                     ds = end_S[i].mul_(m).addcmul_(dw, D)
                 d_S.append(ds)
             if keep is not None:
                 if target is None:
-                    _dot(dw, W[i], dots[:, 2, i])
+                    _dot(dw, W[i], dots[2][i])
                 else:
-                    _dot(dw, W[i] - target[i][:n], dots[:, 2, i])
+                    _dot(dw, W[i] - target[i][:n], dots[2][i])
                     self.back.d_target[i][:n].addcmul_(rest, dw)
                 dw = dw.mul_(keep)
             d_W.append(dw)
@@ -353,7 +353,7 @@ class BlockBackward:
         ends = [(c_end(coef), d_coef.theta if coef.c is None else d_coef.c[:, -1], self.moved)]
         if coef.s_end is not None:
             ends.append((s_end(coef), d_coef.s_end, self.moved_S))
-        for d, dots in zip((d_coef.D, d_coef.m_end, d_coef.A), self.dots.sum(-1).unbind(1)):
+        for d, dots in zip((d_coef.D, d_coef.m_end, d_coef.A), self.dots.sum(1)):
             if d is not None:
                 (d if d.dim() == 1 else d[:, -1]).add_(dots)
         for i in range(L):

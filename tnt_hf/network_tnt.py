@@ -40,9 +40,9 @@ def activate(name: str, z: Tensor) -> Tensor:
 def through_activation(name: str, grad: Tensor, z: Tensor) -> Tensor:
     """grad * phi'(z)."""
     if name == "gelu":
-        return torch.ops.aten.gelu_backward(grad, z)
+        return torch.ops.aten.gelu_backward.default(grad, z)
     if not torch.is_grad_enabled():  # one fused kernel, which has no derivative of its own
-        return torch.ops.aten.silu_backward(grad, z)
+        return torch.ops.aten.silu_backward.default(grad, z)
     s = torch.sigmoid(z)
     return grad * s * (1 + z * (1 - s))
 
@@ -64,7 +64,7 @@ def standardise(y: Tensor, eps: float) -> Standardised:
 
 def through_standardise(grad: Tensor, n: Standardised) -> Tensor:
     """grad times the Jacobian of h: (grad without its components along 1 and h) / s."""
-    backward = torch.ops.aten.native_layer_norm_backward
+    backward = torch.ops.aten.native_layer_norm_backward.default
     return backward(grad, n.y, (n.y.shape[-1],), n.mean, n.inverse, None, None, [True, False, False])[0]
 
 
@@ -143,7 +143,8 @@ def slopes(name: str, parts: list[Tensor], out: Tensor, scale: Tensor) -> tuple[
         return torch.lerp(out, torch.ones((), dtype=s.dtype, device=s.device), s, out=s), curve  # a + s (1 - a)
     z = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
     out.copy_(F.gelu(z))  # `gelu.out` leaves a strided float32 buffer unwritten
-    slope = torch.ops.aten.gelu_backward(torch.ones_like(z), z)  # slow with ones that are expanded
+    slope = torch.ones_like(z)  # slow with ones that are expanded
+    torch.ops.aten.gelu_backward.grad_input(slope, z, grad_input=slope)
     z = z[:, -C:]
     square = z * z
     bell = torch.add(torch.full_like(square[:1, :1, :1], -0.5 * math.log(2 * math.pi)), square, alpha=-0.5).exp_()

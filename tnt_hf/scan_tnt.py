@@ -225,7 +225,7 @@ def _causal(rows: int, C: int, like: Tensor) -> Tensor:
 
 def cut(x: list[Tensor] | None, n: int) -> list[Tensor] | None:
     """The first n programs of each tensor."""
-    return None if x is None else [y[:n] for y in x]
+    return x if x is None or len(x[0]) == n else [y[:n] for y in x]
 
 
 def copied(x: list[Tensor] | None) -> list[Tensor] | None:
@@ -281,6 +281,7 @@ def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None
     keys, reads, grad_acts, all_pairs = none, [(None,) * (L - 1) + (x,) for x in every.cut(o)], none, none
     if tape is not None:
         keys, grad_acts = every.cuts(tape.key), every.cuts(tape.grad_act)
+        z_keys = keys if current else every.cuts([x[:, rows:] for x in tape.key])
         if current:
             reads = every.cuts([*tape.read[:-1], o])
         if tape.pairs:
@@ -307,8 +308,12 @@ def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None
             gain, goal = None if ln is None else ln[0][:n], cut(target, n)
         if not current:
             a, z = pass_through(net, start, both_j, outs=key)
-            read[-1].copy_(z[-1][:, :rows])
-            a, z = [[x[:, rows:] for x in y] for y in (a, z)]
+            a = [x[:, rows:] for x in a]
+            if tape is None:
+                read[-1].copy_(z[-1][:, :rows])
+                z = [x[:, rows:] for x in z]
+            else:
+                z = z_keys[j]
             top = z[-1] if ln is None else None
         else:
             into, z_1 = read[0] if not shared else None, None
@@ -345,6 +350,8 @@ def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None
             if rest < n:
                 W, S = cut(W, rest), cut(S, rest)
     final = [None if x[0] is None else [torch.cat(y[::-1]) for y in zip(*x)] for x in zip(*ended)] or [None] * 3
+    if tape is not None and not current:
+        o.copy_(tape.key[-1][:, :rows])
     if ln is not None:
         gain, bias = (every.spread(x) for x in ln)
         o = standardise(o, net.eps).h

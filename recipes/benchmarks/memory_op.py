@@ -123,7 +123,8 @@ class SameNeuralMemory(nn.Module):
         return [p for layer in layers for p in layer.parameters()] + [*self.weights]
 
     def forward(self, x):
-        C, (reading, storing) = self.chunk_size, (norm(x) for norm in self.norms)
+        C, h = self.chunk_size, nn.functional.rms_norm(x, x.shape[-1:])
+        reading, storing = (norm.weight * h for norm in self.norms)
         q, k, v = (
             f(y).unflatten(-1, (self.heads, -1)) for f, y in ((self.q, reading), (self.k, storing), (self.v, storing))
         )
@@ -132,12 +133,12 @@ class SameNeuralMemory(nn.Module):
         )  # its loss: a mean over the width, not half a sum
         decay = self.decay(storing.unflatten(1, (-1, C)).mean(2)).sigmoid()
         decay = nn.functional.pad(decay[:, :, None], (0, 0, 0, C - 1)).flatten(1, 2)  # by a chunk's first token alone
-        q = nn.functional.pad(q, (0, 0, 0, 0, 1, 0))  # read by the next token's weights
-        k, v = (nn.functional.pad(y, (0, 0, 0, 0, 0, 1)) for y in (k, v))
-        lr, decay = (nn.functional.pad(y, (0, 0, 0, 1)) for y in (lr, decay))
+        q = nn.functional.pad(q, (0, 0, 0, 0, 1, C - 1))  # read by the next token's weights
+        k, v = (nn.functional.pad(y, (0, 0, 0, 0, 0, C)) for y in (k, v))  # zeros write nothing
+        lr, decay = (nn.functional.pad(y, (0, 0, 0, C)) for y in (lr, decay))
         options = {"activation": "gelu", "decay": decay, "decay_target": "zero", "read": "chunk_start"}
         o, _ = memory_chunkwise(q, k, v, lr, list(self.weights), chunk_size=C, **options)
-        return self.out((o[:, 1:] * self.gate(reading).sigmoid()[..., None]).flatten(-2))
+        return self.out((o[:, 1 : 1 + x.shape[1]] * self.gate(reading).sigmoid()[..., None]).flatten(-2))
 
 
 def against_titans(chunk_size: int, expansion: int, rounds: int, args, same_maths: bool) -> dict:
