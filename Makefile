@@ -52,10 +52,12 @@ $(PY):
 # --no-build-isolation: the editable build uses the pinned setuptools instead of fetching another one.
 $(STAMP): pyproject.toml constraints.txt | $(PY)
 	@# What takes longest shows its progress.
-	$(PIP_ALOUD) -c constraints.txt $(TORCH_INSTALL)
-	$(PY) -c 'import triton' 2>/dev/null || $(PIP) '$(TRITON_INSTALL)'
+	$(PIP_ALOUD) --no-compile -c constraints.txt $(TORCH_INSTALL)
+	$(PY) -c 'import triton' 2>/dev/null || $(PIP) --no-compile '$(TRITON_INSTALL)'
 	$(PIP) -c constraints.txt 'setuptools>=77'
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[train]'
+	$(PIP) --no-compile -c constraints.txt --no-build-isolation -e '.[train]'
+	@# pip would compile on one core; what does not compile is never imported.
+	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 $(TESTS): $(STAMP)
