@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .configuration_tnt import MemorySpec, TNTConfig
-from .convolution_tnt import TNTCausalConv, convolve
+from .convolution_tnt import TNTCausalConv, convolve, convolve_token
 from .features_tnt import quadratic
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm, wide
 from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan, unsupported_step
@@ -249,8 +249,7 @@ class TNTMemory(nn.Module):
         (q, k, v), conv = shared, None
         if self.taps:
             convs, tail = [self.q_conv, self.k_conv, self.v_conv], None if state is None else state.conv
-            qkv, conv = convolve(convs, [q, k, v], self.taps, tail, mask, segment_ids)
-            q, k, v = qkv.split(self.channels, -1)
+            (q, k, v), conv = convolve(convs, (q, k, v), self.taps, tail, mask, segment_ids)
 
         operands = q.dtype if q.dtype == torch.bfloat16 else dtype
         with torch.autocast(hidden_states.device.type, enabled=False):
@@ -289,7 +288,7 @@ class TNTMemory(nn.Module):
             shared = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         if self.taps:
             convs = [self.q_conv, self.k_conv, self.v_conv]
-            x, tail = convolve(convs, shared, self.taps, state.conv, mask, None)
+            x, tail = convolve_token(convs, shared, state.conv, mask)
             state.conv.copy_(tail)
         else:
             x = torch.cat(shared, -1)

@@ -6,10 +6,55 @@ Axis legend
 Travels with every pushed checkpoint.
 """
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .grid_tnt import document_starts, made_once
+
+
+BLOCK = 256  # tokens
+
+
+class _Taps(torch.autograd.Function):
+    """Depthwise convolution of x `[B, L, C]` with weight `[C, 1, K]`: y_t = sum_i weight_i x_{t + i}. Some tokens at a
+    time, so that every tap finds them in the cache: several times as fast on a CPU as the library's kernel, whose
+    layout `[B, C, L]` would slow down all that reads y as well."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        taps = weight[:, 0].t().contiguous()
+        y = x.new_empty(x.shape[0], x.shape[1] - len(taps) + 1, x.shape[2])
+        for here, shifted in _Taps.blocks(x, len(taps)):
+            torch.mul(shifted[0], taps[0], out=y[:, here])
+            for part, tap in zip(shifted[1:], taps[1:]):
+                y[:, here].addcmul_(part, tap)
+        return y
+
+    @staticmethod
+    def blocks(x: Tensor, K: int):
+        """Some tokens of y at a time, and the tokens of x under each of the K taps."""
+        T = x.shape[1] - K + 1
+        for start in range(0, T, BLOCK):
+            stop = min(start + BLOCK, T)
+            yield slice(start, stop), [x[:, start + i : stop + i] for i in range(K)]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_y: Tensor):
+        x, weight = ctx.saved_tensors
+        taps = weight[:, 0].t().contiguous()
+        d_x, d_taps = torch.zeros_like(x), torch.zeros_like(taps)
+        blocks = zip(_Taps.blocks(x, len(taps)), _Taps.blocks(d_x, len(taps)))
+        for (here, shifted), (_, d_shifted) in blocks:
+            d = d_y[:, here]
+            for part, d_part, tap, d_tap in zip(shifted, d_shifted, taps, d_taps):
+                d_part.addcmul_(d, tap)
+                d_tap.add_((d * part).sum((0, 1)))
+        return d_x, d_taps.t()[:, None]
 
 
 class TNTCausalConv(nn.Conv1d):
@@ -17,6 +62,12 @@ class TNTCausalConv(nn.Conv1d):
 
     def __init__(self, channels: int, kernel_size: int):
         super().__init__(channels, channels, kernel_size, groups=channels, bias=False)
+
+    def forward(self, window: Tensor) -> Tensor:
+        plain = window.dtype == self.weight.dtype and window.dtype.itemsize >= 4
+        if plain and window.is_cpu and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()):
+            return _Taps.apply(window.transpose(1, 2), self.weight).transpose(1, 2)
+        return super().forward(window)
 
 
 def convolve(
@@ -26,7 +77,7 @@ def convolve(
     tail: Tensor | None,
     mask: Tensor | None,
     segment_ids: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[list[Tensor], Tensor]:
     """
     Causal depthwise convolution over the valid tokens of each document, as if each stood alone.
 
@@ -36,51 +87,90 @@ def convolve(
         mask: `[B, T]` bool, `False` = absent. segment_ids: `[B, T]` int, a change starts a new document.
 
     Returns:
-        The result `[B, T, C]`, 0 at absent tokens, and the next call's tail.
+        The result of each part `[B, T, channels]`, 0 at absent tokens, and the next call's tail.
     """
-    x, channels = torch.cat(parts, -1), [part.shape[-1] for part in parts]
-    B, T, C = x.shape
-    tail = x.new_zeros(B, C, taps) if tail is None else tail.to(x.dtype)
-    if segment_ids is None and (mask is None or T == 1):
-        window = torch.cat([tail, x.transpose(1, 2)], -1)
-        new_tail, y = window[..., -taps:], _depthwise(convs, channels, window).transpose(1, 2)
-        if mask is not None:
-            new_tail, y = torch.where(mask[..., None], new_tail, tail), y * mask[..., None]
-        return y, new_tail
-    # Move valid tokens together, documents apart by `taps` zeros, and look the results up again.
-    given, mask = mask, torch.ones(B, T, dtype=torch.bool, device=x.device) if mask is None else mask
-    place = taps + mask.cumsum(1) - 1
-    length = taps + T
-    if segment_ids is not None:
-        documents, last = made_once(_documents, given, segment_ids)
-        place = place + documents * taps
-        length += last * taps
-    # Absent tokens share a slot nobody reads.
-    target = torch.where(mask, place, length)[..., None].expand(-1, -1, C)
-    row = torch.cat([tail.transpose(1, 2), x.new_zeros(B, length + 1 - taps, C)], 1).scatter(1, target, x)
-    y = _depthwise(convs, channels, row[:, :length].transpose(1, 2)).transpose(1, 2)
-    y = y.gather(1, (place - taps).clamp_min(0)[..., None].expand(-1, -1, C)) * mask[..., None]
-    last = torch.where(mask, place, taps - 1).amax(1)
-    recent = last[:, None] + torch.arange(1 - taps, 1, device=x.device)
-    return y, row.gather(1, recent[..., None].expand(-1, -1, C)).transpose(1, 2)
+    before = [None] * len(parts) if tail is None else tail.to(parts[0].dtype).split([x.shape[2] for x in parts], 1)
+    if segment_ids is None and mask is None:
+        results = [_convolve(conv, x, taps, tail) for conv, x, tail in zip(convs, parts, before)]
+    else:
+        places = _Places.of(taps, mask, segment_ids)
+        results = [_convolve_documents(conv, x, taps, tail, places) for conv, x, tail in zip(convs, parts, before)]
+    return [y for y, _ in results], torch.cat([tail for _, tail in results], 1)
+
+
+def convolve_token(
+    convs: list[nn.Module], parts: tuple[Tensor, ...], tail: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same for one token after a tail, all parts together: y `[B, 1, C]` and the next tail."""
+    x = torch.cat(parts, -1)
+    tail = tail.to(x.dtype)
+    window = torch.cat([tail, x.transpose(1, 2)], -1)
+    new_tail = window[..., 1:]
+    grad = torch.is_grad_enabled() or torch.is_autocast_enabled(window.device.type)
+    if not grad and all(_is_one_product(conv, window) for conv in convs):
+        # For one token a convolution's set-up costs many times its arithmetic.
+        weight = torch.cat([conv.weight for conv in convs])[:, 0]
+        wide = window if window.dtype.itemsize >= 4 else window.float()
+        y = (wide * weight).sum(-1)[:, None].to(window.dtype)
+    else:
+        windows = window.split([x.shape[2] for x in parts], 1)
+        y = torch.cat([conv(part) for conv, part in zip(convs, windows)], 1).transpose(1, 2)
+    if mask is not None:
+        new_tail, y = torch.where(mask[..., None], new_tail, tail), y * mask[..., None]
+    return y, new_tail
+
+
+def _convolve(conv: nn.Module, x: Tensor, taps: int, tail: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One part `[B, T, c]` of which every token is there."""
+    window = F.pad(x, (0, 0, taps, 0)) if tail is None else torch.cat([tail.transpose(1, 2), x], 1)
+    # Called as a module, so that adapters on it take effect.
+    return conv(window.transpose(1, 2)).transpose(1, 2), window[:, -taps:].transpose(1, 2)
+
+
+class _Places(NamedTuple):
+    """Where valid tokens stand once they are moved together, documents apart by `taps` zeros: `[B T]`, in rows of
+    `length` and one more, a place nobody reads, for the absent."""
+
+    mask: Tensor  # [B, T]
+    length: int
+    target: Tensor  # where a token goes
+    source: Tensor  # where its result is found
+    recent: Tensor  # [B taps] the row's last inputs
+
+    @classmethod
+    def of(cls, taps: int, mask: Tensor | None, segment_ids: Tensor | None) -> "_Places":
+        given, like = mask, segment_ids if mask is None else mask
+        mask = torch.ones(like.shape, dtype=torch.bool, device=like.device) if mask is None else mask
+        place, length = taps + mask.cumsum(1) - 1, taps + mask.shape[1]
+        if segment_ids is not None:
+            documents, last = made_once(_documents, given, segment_ids)
+            place = place + documents * taps
+            length += last * taps
+        last = torch.where(mask, place, taps - 1).amax(1)
+        recent = last[:, None] + torch.arange(1 - taps, 1, device=mask.device)
+        row = torch.arange(len(mask), device=mask.device)[:, None]
+        target, recent = (x + row * (length + 1) for x in (torch.where(mask, place, length), recent))
+        source = (place - taps).clamp_min(0) + row * (length - taps)
+        return cls(mask, length, target.flatten(), source.flatten(), recent.flatten())
+
+
+def _convolve_documents(conv: nn.Module, x: Tensor, taps: int, tail: Tensor | None, places: _Places):
+    """One part `[B, T, c]` with absent tokens or several documents."""
+    B, _, c = x.shape
+    rows = x.new_zeros(B * (places.length + 1), c)
+    window = rows.unflatten(0, (B, -1))[:, : places.length]
+    if tail is not None:
+        window[:, :taps] = tail.transpose(1, 2)
+    rows.index_copy_(0, places.target, x.flatten(0, 1))
+    y = conv(window.transpose(1, 2)).transpose(1, 2).flatten(0, 1).index_select(0, places.source)
+    recent = rows.index_select(0, places.recent).unflatten(0, (B, taps)).transpose(1, 2)
+    return y.unflatten(0, (B, -1)) * places.mask[..., None], recent
 
 
 def _documents(mask: Tensor | None, segment_ids: Tensor) -> tuple[Tensor, int]:
     """Numbers `[B, T]` of the documents of each row, from 0, and the largest."""
     documents = document_starts(segment_ids, mask).cumsum(1)
     return documents, int(documents.max())
-
-
-def _depthwise(convs: list[nn.Module], channels: list[int], window: Tensor) -> Tensor:
-    """`[B, C, L]` -> `[B, C, L - taps]`."""
-    if not (torch.is_grad_enabled() or torch.is_autocast_enabled(window.device.type)):
-        if all(_is_one_product(conv, window) for conv in convs):
-            # For one token a convolution's set-up costs many times its arithmetic.
-            weight = torch.cat([conv.weight for conv in convs])[:, 0]
-            wide = window if window.dtype.itemsize >= 4 else window.float()
-            return (wide * weight).sum(-1, keepdim=True).to(window.dtype)
-    # Called as modules, so that adapters on them take effect.
-    return torch.cat([conv(part) for conv, part in zip(convs, window.split(channels, 1))], 1)
 
 
 def _is_one_product(conv: nn.Module, window: Tensor) -> bool:

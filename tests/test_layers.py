@@ -1,0 +1,110 @@
+"""The layers that have a forward or a backward of their own on a CPU, against the library's operations.
+
+Axis legend: B batch   T tokens   C channels   K taps of a kernel
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from tnt_hf.convolution_tnt import BLOCK, TNTCausalConv, convolve, convolve_token
+from tnt_hf.gate_tnt import TNTRMSNorm
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 4])
+@pytest.mark.parametrize("T", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
+def test_causal_convolution_is_the_librarys(kernel, T):
+    torch.manual_seed(T)
+    conv = TNTCausalConv(6, kernel)
+    window = torch.randn(2, 6, T + kernel - 1, requires_grad=True)
+    found, wanted = conv(window), nn.Conv1d.forward(conv, window)
+    assert found.shape == wanted.shape == (2, 6, T)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)  # both sum K products in float32
+    towards = torch.randn_like(found)
+    inputs = (window, conv.weight)
+    for a, b in zip(torch.autograd.grad(found, inputs, towards), torch.autograd.grad(wanted, inputs, towards)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # the weight's sums B T products
+
+
+def test_the_convolutions_gradient_is_its_derivative():
+    conv = TNTCausalConv(3, 4).double()
+    window = torch.randn(2, BLOCK + 7, 3, dtype=torch.float64).transpose(1, 2).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x, w: torch.func.functional_call(conv, {"weight": w}, x), (window, conv.weight)
+    )
+
+
+@pytest.mark.parametrize("dtype, autocast", [(torch.bfloat16, False), (torch.float32, True)])
+def test_narrow_numbers_are_left_to_the_librarys_convolution(dtype, autocast):
+    conv, window = TNTCausalConv(4, 4).to(dtype), torch.randn(1, 4, 40, dtype=dtype)
+    with torch.autocast("cpu", enabled=autocast):
+        found, wanted = conv(window), nn.Conv1d.forward(conv, window)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_one_token_is_convolved_as_the_row_is(masked, train):
+    torch.manual_seed(0)
+    convs = [TNTCausalConv(channels, 4) for channels in (4, 2, 6)]
+    parts = tuple(torch.randn(3, 9, conv.in_channels) for conv in convs)
+    mask = torch.rand(3, 9) > 0.4 if masked else None
+    with torch.set_grad_enabled(train):
+        wanted, wanted_tail = convolve(convs, parts, 3, None, mask, None)
+        tail = torch.zeros_like(wanted_tail)
+        for t in range(9):
+            present = None if mask is None else mask[:, t : t + 1]
+            y, tail = convolve_token(convs, tuple(x[:, t : t + 1] for x in parts), tail, present)
+            # a tap at a time here, all four in one sum there
+            torch.testing.assert_close(y, torch.cat(wanted, -1)[:, t : t + 1], rtol=0, atol=1e-6)
+        assert torch.equal(tail, wanted_tail)
+
+
+def plainly(norm: TNTRMSNorm, x: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt() * norm.weight
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 3, 5)])
+def test_rms_norm_is_differentiable_twice(shape):
+    torch.manual_seed(0)
+    norm = TNTRMSNorm(5, 1e-6).double()
+    x, weight = torch.randn(shape, dtype=torch.float64, requires_grad=True), torch.rand(5, dtype=torch.float64) + 0.5
+    weight.requires_grad_()
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+    torch.testing.assert_close(norm(x), plainly(norm, x))
+
+    def f(x, weight):
+        return torch.func.functional_call(norm, {"weight": weight}, x)
+
+    assert torch.autograd.gradcheck(f, (x, weight))
+    assert torch.autograd.gradgradcheck(f, (x, weight))
+
+
+def test_rms_norm_gives_the_same_bits_with_and_without_gradients():
+    torch.manual_seed(0)
+    norm = TNTRMSNorm(64, 1e-6)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(7, 300, 64)
+    with torch.no_grad():
+        alone = norm(x)
+    assert torch.equal(norm(x), alone)
+    for x_learns, weight_learns in itertools.product([False, True], repeat=2):
+        norm.weight.requires_grad_(weight_learns)
+        here = x.clone().requires_grad_(x_learns)
+        y = norm(here)
+        assert y.requires_grad is (x_learns or weight_learns)
+        if y.requires_grad:
+            y.sum().backward()
+            assert (here.grad is not None) is x_learns
+
+
+def test_rms_norm_can_be_mapped_over_rows():
+    norm, x = TNTRMSNorm(8, 1e-6), torch.randn(4, 3, 8)
+    assert torch.equal(torch.vmap(norm)(x), norm(x))
+    per_row = torch.vmap(torch.func.grad(lambda row: norm(row).square().sum()))(x)
+    x.requires_grad_()
+    torch.testing.assert_close(per_row, torch.autograd.grad(norm(x).square().sum(), x)[0])
