@@ -11,6 +11,7 @@ No torch.autograd: the memory learns in eval(), no_grad() and inference_mode() a
 checkpoint.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -151,17 +152,18 @@ def slopes(name: str, parts: list[Tensor], out: Tensor, scale: Tensor) -> tuple[
     return slope, bell.mul_(square.neg_().add_(2)).mul_(scale)
 
 
-def excess(squares: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """(|g_t| / bound)^2 over all layers, 1 where the bound holds; `squares`: |a|^2 / bound and |delta|^2 / bound per
-    layer, so that neither a huge nor a tiny bound leaves the range of its dtype."""
-    return sum(x * d for x, d in squares).clamp_min(1)
+def norms(x: Tensor) -> Tensor:
+    """Lengths of the vectors along the last axis."""
+    return torch.linalg.vector_norm(x, dim=-1)
 
 
-def squares(a: list[Tensor], delta: list[Tensor], bound: float) -> list[tuple[Tensor, Tensor]]:
-    """|a|^2 / bound and |delta|^2 / bound per layer."""
-    return [((x * x).sum(-1) / bound, (d * d).sum(-1) / bound) for x, d in zip(a, delta)]
+def excess(sizes: list[tuple[Tensor, Tensor]], bound: float) -> Tensor:
+    """|g_t| / bound over all layers, 1 where the bound holds; `sizes`: |a| and |delta| per layer. No square of theirs
+    or of the bound leaves the range of a dtype. Not for autograd, where `hypot` has no gradient at 0."""
+    return functools.reduce(torch.hypot, [x * d / bound for x, d in sizes]).clamp_min(1)
 
 
 def bounded(lr: Tensor, a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
     """theta_t with |g_t| over all layers limited to `bound`: the chunk then moves by at most sum(theta) * bound."""
-    return lr * excess(squares(a, delta, bound)).rsqrt()
+    parts = torch.stack([norms(x) * norms(d) / bound for x, d in zip(a, delta)], -1)
+    return lr / norms(parts).clamp_min(1)

@@ -40,7 +40,7 @@ class _Unit(torch.autograd.Function):
 
 
 def _over_norm(x: Tensor) -> tuple[Tensor, Tensor]:
-    norm = (x * x).sum(-1, keepdim=True).sqrt()
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / norm.clamp_min(SMALLEST_NORM), norm
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .coefficients_tnt import Coef
 from .features_tnt import ring_products
-from .network_tnt import Standardised, excess, slopes, squares, standardise, through_standardise
+from .network_tnt import Standardised, excess, norms, slopes, standardise, through_standardise
 from .scan_tnt import Block, Plan, Tape, c_end, s_end, weighted
 
 
@@ -100,10 +100,10 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln, coef
 
 
 def bound_pull(a: list[Tensor], delta: list[Tensor], bound: float) -> Pull:
-    """What a gradient bound adds to the backward. With r = sum_l |a_l|^2 |delta_l|^2 / bound^2 the scale of g is s =
-    1 / sqrt(r) where r > 1, and dL = -(s dL/ds) dr / 2r."""
-    square = squares(a, delta, bound)
-    r = excess(square)
-    share = torch.where(r > 1, -1 / (r * bound), 0.0)
-    to_a = [x * (share * d)[..., None] for x, (_, d) in zip(a, square)]
-    return Pull(r.rsqrt(), to_a, [y * (share * x)[..., None] for y, (x, _) in zip(delta, square)])
+    """What a gradient bound adds to the backward. With e^2 = sum_l |a_l|^2 |delta_l|^2 / bound^2 the scale of g is s =
+    1 / e where e > 1, and dL = -(s dL/ds) d(e^2) / 2 e^2."""
+    sizes = [(norms(x), norms(d)) for x, d in zip(a, delta)]
+    e = excess(sizes, bound)
+    share = torch.where(e > 1, 1 / (e * bound), 0.0)
+    to_a = [x * -(share * d).square()[..., None] for x, (_, d) in zip(a, sizes)]
+    return Pull(e.reciprocal(), to_a, [y * -(share * x).square()[..., None] for y, (x, _) in zip(delta, sizes)])

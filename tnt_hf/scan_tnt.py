@@ -29,8 +29,8 @@ from .network_tnt import (
     excess,
     inner_gradient,
     inner_offset,
+    norms,
     pass_through,
-    squares,
     standardise,
 )
 
@@ -281,13 +281,16 @@ def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None
     keys, reads, grad_acts, all_pairs = none, [(None,) * (L - 1) + (x,) for x in every.cut(o)], none, none
     if tape is not None:
         keys, grad_acts = every.cuts(tape.key), every.cuts(tape.grad_act)
-        z_keys = keys if current else every.cuts([x[:, rows:] for x in tape.key])
         if current:
             reads = every.cuts([*tape.read[:-1], o])
+        else:
+            z_keys = every.cuts([x[:, rows:] for x in tape.key])
         if tape.pairs:
             all_pairs = every.cuts([None, *tape.pairs])
     shared = not current or plan.quadratic or rows + C <= SHARED_ROWS
-    inputs = every.cuts([torch.cat([q, k], 1) if shared else None, q, k, offset])
+    length = None if plan.bound is None else norms(k)  # of the products, its square
+    length = length.square_() if plan.quadratic and length is not None else length
+    inputs = every.cuts([torch.cat([q, k], 1) if shared else None, q, k, offset, length])
     coefs, written = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
     ends = list(map(Ends._make, every.cuts(Ends.of(coef))))
     if current:
@@ -297,7 +300,7 @@ def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None
         # of a shared product the reads need theirs in a tensor of its own
         scratch = q.new_empty(plan.counts[0], rows + C if shared else rows, W[0].shape[2])
     for j, n in enumerate(plan.counts):
-        (both_j, q_j, k_j, offset_j), key, read = inputs[j], keys[j], reads[j]
+        (both_j, q_j, k_j, offset_j, length_j), key, read = inputs[j], keys[j], reads[j]
         if plan.quadratic:
             both_j = ring_products(both_j)
             q_j, k_j = both_j[:, :rows], both_j[:, rows:]
@@ -325,7 +328,8 @@ def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None
         a, delta, error = inner_gradient(net, start, k_j, offset_j, gain, (a, z), (grad_acts[j], top))
         c, (end, end_S) = coefs[j], written[j]
         if plan.bound is not None:
-            c = c.shrunk(excess(squares(a, delta, plan.bound)).rsqrt_())
+            sizes = zip([length_j, *map(norms, a[1:])], map(norms, delta))
+            c = c.shrunk(excess(list(sizes), plan.bound).reciprocal_())
             end, end_S = c_end(c), s_end(c)
         pushed = weighted(end, a, delta)
         if current:
