@@ -58,12 +58,12 @@ class _Blocks(torch.autograd.Function):
         d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
         for rows, keys, probabilities in _Blocks.blocks(q, k, ctx.window):
             d = d_out[:, rows]
-            d_v[:, keys] += probabilities.to(v.dtype).mT @ d
+            d_v[:, keys].baddbmm_(probabilities.to(v.dtype).mT, d)
             d_scores = torch.ops.aten._softmax_backward_data(
                 (d @ v[:, keys].mT).to(q.dtype), probabilities, -1, probabilities.dtype
             )
             d_q[:, rows] = d_scores @ k[:, keys]
-            d_k[:, keys] += d_scores.mT @ q[:, rows]
+            d_k[:, keys].baddbmm_(d_scores.mT, q[:, rows])
         return d_q, d_k, d_v, None
 
 
