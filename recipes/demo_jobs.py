@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from tnt_hf.recipes.allocator import keep_freed_memory
 from tnt_hf.recipes.demo_report import Progress
 
 
@@ -29,6 +30,7 @@ class Job:
         import torch
         from transformers.utils import logging
 
+        keep_freed_memory()
         warnings.filterwarnings("ignore", category=FutureWarning)  # of one library to another
         torch.set_num_threads(threads)
         logging.set_verbosity_error()

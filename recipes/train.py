@@ -16,6 +16,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from tnt_hf.recipes.allocator import keep_freed_memory
 from tnt_hf.recipes.arguments import DataArguments, ModelArguments, RunArguments
 from tnt_hf.recipes.recipe_file import packaged_recipes
 from tnt_hf.recipes.run_folder import check_output, check_unused, claim_output, sole_run
@@ -135,6 +136,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
         raise ValueError("fp16=True: has no effect on a CPU; use bf16")
     if args.device.type == "cpu":
         args.dataloader_pin_memory = False  # there is nothing to pin it for
+        keep_freed_memory()
     say = (lambda line: print(line, flush=True)) if args.process_index == 0 else (lambda line: None)
     check_reports(args.report_to)
     check_output(Path(args.output_dir), recipe.given)

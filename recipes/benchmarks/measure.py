@@ -4,11 +4,11 @@ Both clocks are kept. `wall` is what a user waits for; `cpu` is the processor ti
 processes on a shared machine disturb far less. Ratios are formed inside a round and only then summarised.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable
 
+from tnt_hf.recipes import allocator
 from tnt_hf.recipes.environment import command_line
 from tnt_hf.recipes.environment import environment as recipes_environment
 
@@ -16,9 +16,8 @@ from tnt_hf.recipes.environment import environment as recipes_environment
 def environment(seed: int, **more) -> dict:
     """Command, date and seed beside what [`~recipes.environment.environment`] tells."""
     found = recipes_environment(("titans-pytorch",))
-    # glibc maps large tensors anew at every allocation unless told otherwise, which long rows feel
-    found["malloc"] = {name: x for name, x in sorted(os.environ.items()) if name.startswith("MALLOC_")}
-    return {"command": command_line(), "date": time.strftime("%Y-%m-%d", time.gmtime()), **found, "seed": seed, **more}
+    found |= {"malloc": allocator.settings(), "seed": seed, **more}
+    return {"command": command_line(), "date": time.strftime("%Y-%m-%d", time.gmtime()), **found}
 
 
 def take_turns(

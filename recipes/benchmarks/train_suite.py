@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from tnt_hf.recipes.allocator import keep_freed_memory
 from tnt_hf.recipes.benchmarks.measure import columns, spread, take_turns, times_faster, waiting
 from tnt_hf.recipes.benchmarks.settings import TrainSettings
 from tnt_hf.recipes.benchmarks.train_models import (
@@ -49,6 +50,8 @@ def prepare(settings: TrainSettings) -> TrainSettings:
     ):
         if value not in known:
             raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, known))}")
+    if settings.device == "cpu":
+        keep_freed_memory()  # as `tnt train` does
     return settings
 
 
