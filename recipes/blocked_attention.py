@@ -31,38 +31,50 @@ def _bias(queries: int, keys: int, window: int | None, dtype: torch.dtype, devic
 
 class _Blocks(torch.autograd.Function):
     """softmax(q k^T + bias) v block by block, q, k, v `[B H, T, D]`. By hand because autograd's gradient of a slice is
-    as long as the row, of every block; probabilities are computed again, so memory is linear in T too."""
+    as long as the row, of every block. Memory is linear in T: a window's probabilities are kept for the backward, full
+    attention's are computed again."""
 
     @staticmethod
     def forward(ctx, q, k, v, window):
-        ctx.save_for_backward(q, k, v)
-        ctx.window, out = window, torch.empty_like(v)
-        for rows, keys, probabilities in _Blocks.blocks(q, k, window):
-            out[:, rows] = probabilities.to(v.dtype) @ v[:, keys]
+        out, kept, keeps = torch.empty_like(v), [], window is not None and any(ctx.needs_input_grad)
+        for rows, keys in _Blocks.blocks(q.shape[1], window):
+            probabilities = _Blocks.probabilities(q, k, rows, keys, window)
+            out[:, rows] = torch.bmm(probabilities.to(v.dtype), v[:, keys])
+            if keeps:
+                kept.append(probabilities)
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.window = window
         return out
 
     @staticmethod
-    def blocks(q, k, window):
-        """Of every block: which queries, which keys, and the probabilities."""
-        T, k = q.shape[1], k.transpose(1, 2)
+    def blocks(T, window):
+        """Of every block: which queries, which keys."""
         for start in range(0, T, BLOCK):
-            stop, first = min(start + BLOCK, T), 0 if window is None else max(0, start - window + 1)
-            bias = _bias(stop - start, stop - first, window, q.dtype, q.device)
-            scores = torch.baddbmm(bias, q[:, start:stop], k[:, :, first:stop])
-            yield slice(start, stop), slice(first, stop), torch.softmax(scores, -1)
+            stop = min(start + BLOCK, T)
+            yield slice(start, stop), slice(0 if window is None else max(0, start - window + 1), stop)
+
+    @staticmethod
+    def probabilities(q, k, rows, keys, window):
+        queries, count = rows.stop - rows.start, keys.stop - keys.start
+        scores = torch.bmm(q[:, rows], k[:, keys].mT)
+        bias = _bias(queries, count, window, scores.dtype, q.device)
+        scores[..., -queries:] += bias[:, -queries:]  # what lies ahead
+        if window is not None and rows.stop - window > keys.start:  # what the last queries no longer see
+            scores[..., : rows.stop - window - keys.start] += bias[:, : rows.stop - window - keys.start]
+        return torch.softmax(scores, -1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
-        q, k, v = ctx.saved_tensors
+        q, k, v, *kept = ctx.saved_tensors
         d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
-        for rows, keys, probabilities in _Blocks.blocks(q, k, ctx.window):
+        for i, (rows, keys) in enumerate(_Blocks.blocks(q.shape[1], ctx.window)):
+            p = kept[i] if kept else _Blocks.probabilities(q, k, rows, keys, ctx.window)
             d = d_out[:, rows]
-            d_v[:, keys].baddbmm_(probabilities.to(v.dtype).mT, d)
-            d_scores = torch.ops.aten._softmax_backward_data(
-                (d @ v[:, keys].mT).to(q.dtype), probabilities, -1, probabilities.dtype
-            )
-            d_q[:, rows] = d_scores @ k[:, keys]
+            d_v[:, keys].baddbmm_(p.to(v.dtype).mT, d)
+            d_p = torch.bmm(d, v[:, keys].mT).to(p.dtype)
+            d_scores = torch.ops.aten._softmax_backward_data(d_p, p, -1, p.dtype).to(q.dtype)
+            d_q[:, rows] = torch.bmm(d_scores, k[:, keys])
             d_k[:, keys].baddbmm_(d_scores.mT, q[:, rows])
         return d_q, d_k, d_v, None
 
@@ -100,7 +112,8 @@ def blocked_causal_attention(
             f"past_key_values holds {key.shape[2] - T} tokens: attn_implementation={NAME!r} has no cache."
         )
     q = (query * (D**-0.5 if scaling is None else scaling)).flatten(0, 1)
-    k, v = (x.repeat_interleave(H // x.shape[1], 1).flatten(0, 1) for x in (key, value))
+    groups = H // key.shape[1]
+    k, v = ((x if groups == 1 else x.repeat_interleave(groups, 1)).flatten(0, 1) for x in (key, value))
     return _Blocks.apply(q, k, v, sliding_window).unflatten(0, (B, H)).transpose(1, 2), None
 
 
