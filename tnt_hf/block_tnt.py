@@ -41,7 +41,7 @@ class Backward(NamedTuple):
     target: list[Tensor] | None
     ln: tuple[Tensor, Tensor] | None
     ends: list[list[Tensor] | None]  # gradients of the final W, W_xi, S
-    grad: list[Tensor | None]  # to fill: of q, k, v and the Coef
+    grad: list[Tensor | None]  # to fill: of qk, v and the Coef
     d_target: list[Tensor] | None
     d_ln: list[Tensor] | None
 
@@ -111,7 +111,7 @@ class BlockBackward:
         below = [y[:, : self.rows] for y in built.right[:-1]] if self.A is None else [blank(y) for y in x[1:]]
         self.d_y = [*below, self.top]  # gradients of the layers' x W_t
         self.through_W, self.through_S = ([blank(y, z is not None) for y in x] for z in (self.A, self.D))
-        self.d_qk = block.blank(q, self.rows + self.C, q.shape[2])
+        self.d_qk = block.blank(built.left[0], *built.left[0].shape[1:]) if self.back.plan.quadratic else self.grad[0]
         # reads of chunk-start weights and inner gradients go through the same weights, in one product
         self.d_hidden = [] if self.current else [blank(y) for y in built.slope]
         self.dots = q.new_zeros(3, L, len(q))  # of the chunk-end gradients: d W . S, d S . S, d W . (W - target)
@@ -345,9 +345,7 @@ class BlockBackward:
         """What only leaves the block, for all its chunks."""
         block, built, coef, L = self.block, self.built, self.coef, self.L
         G, net, (x, a, delta) = self.back.plan.groups, self.back.plan.net, built[2:5]
-        d_q, d_k, d_v, d_coef = *self.grad[:3], Coef(*self.grad[3:])
-        seen_q, seen_k = self.d_qk.split([self.rows, self.C], 1)  # by the network
-        d_q, d_k = (seen_q, seen_k) if self.back.plan.quadratic else (d_q.copy_(seen_q), d_k.copy_(seen_k))
+        (d_q, d_k), d_v, d_coef = self.d_qk.split([self.rows, self.C], 1), self.grad[1], Coef(*self.grad[2:])
         if self.d_a[0] is not None:
             d_k += self.d_a[0]
         ends = [(c_end(coef), d_coef.theta if coef.c is None else d_coef.c[:, -1], self.moved)]
@@ -395,6 +393,4 @@ class BlockBackward:
             d_q += self.d_o
             d_k += d_error
         if self.back.plan.quadratic:
-            d_qk = through_ring_products(self.d_qk, built.tokens)
-            self.grad[0].copy_(d_qk[:, : self.rows])
-            self.grad[1].copy_(d_qk[:, self.rows :])
+            self.grad[0].copy_(through_ring_products(self.d_qk, built.tokens))

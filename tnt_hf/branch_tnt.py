@@ -345,7 +345,7 @@ class TNTMemory(nn.Module):
             )
             queries[interval] = query.to(q.dtype)  # operands are rounded, gates and states are not
         products = "quadratic" if self.feature_map == "quadratic" and not layout.intervals else "identity"
-        total, states, surprises = 0, [], []
+        outputs, states, surprises = [], [], []
         for i, (spec, unit) in enumerate(zip(layout.specs, self.memories)):
             o, memory_state, surprise = unit(
                 hidden_states,
@@ -362,8 +362,9 @@ class TNTMemory(nn.Module):
                 output_surprise=output_surprise,
                 feature_map=products,
             )
-            total = total + o
+            outputs.append(o)
             states.append(memory_state)
             surprises.append(surprise)
         new_state = LayerState(None, states, projections, states[0].time) if keep else None
+        total = sum(outputs[1:], outputs[0])
         return total, new_state, torch.stack(surprises).mean((0, -1)) if output_surprise else None

@@ -42,6 +42,15 @@ class Grid(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """[B, T, H, ...] -> [N, H, C, ...]; empty slots are 0."""
+        return self._chunks(x).flatten(0, -x.dim())
+
+    def gather_rows(self, *parts: Tensor) -> Tensor:
+        """[B, T, H, G, K] each -> [N H, C G of all parts, K]: a chunk's rows of the first part, then of the next."""
+        chunks = [self._chunks(x).flatten(-3, -2) for x in parts]
+        return torch.cat(chunks, -2).flatten(0, -3)
+
+    def _chunks(self, x: Tensor) -> Tensor:
+        """`gather`, but a dense grid's N is [steps, shards, B], which costs no copy."""
         B, T, C = self.size
         if self.tokens is not None:
             x = torch.cat([x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])])
@@ -49,7 +58,7 @@ class Grid(NamedTuple):
         steps = len(self.counts)
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, self.rows // B * steps * C - T)) if self.padded else x
         x = x.reshape(B, self.rows // B, steps, C, *x.shape[2:])
-        return x.permute(2, 1, 0, 4, 3, *range(5, x.dim())).flatten(0, 2)
+        return x.permute(2, 1, 0, 4, 3, *range(5, x.dim()))
 
     def scatter(self, y: Tensor) -> Tensor:
         """[N, H, C, ...] -> [B, T, H, ...]; absent tokens get 0."""

@@ -331,26 +331,26 @@ def _run_rows(q, k, v, lr, init, net, options, momentum, decay, mask, segment_id
             if x is not None:
                 x[0] = ring.enter(x[0])
     ln = options["layernorm"] and [grid.rowwise(x, None) for x in options["layernorm"]]
-    x = programs(q.unflatten(2, (H, -1))).flatten(1, 2)
+    q = q.unflatten(2, (H, -1))
 
     if options["triton"]:
         from .kernels_tnt import triton_scan
 
-        kv, scalars = (programs(k), programs(v)), (theta, mu, keep, present)
-        o, loss, *final = triton_scan(plan, x, *kv, scalars, ln, target, xi, W, S)
+        qkv, scalars = (grid.gather_rows(q), programs(k), programs(v)), (theta, mu, keep, present)
+        o, loss, *final = triton_scan(plan, *qkv, scalars, ln, target, xi, W, S)
         return _ungrid(grid, H, C, o, loss, final, M, options)
 
     coef = chunk_coefficients(theta, mu, keep, present, plan.current)
-    tensors = (programs(k), programs(v))
+    qk, v = grid.gather_rows(q, k[:, :, :, None]), programs(v)
     flat = [*W, *(xi or [None] * len(W)), *(S or [None] * len(W)), *(target or [None] * len(W))]
     needs_grad = torch.is_grad_enabled() and any(
-        isinstance(y, Tensor) and y.requires_grad for y in (x, *tensors, *coef, *(ln or ()), *flat)
+        isinstance(y, Tensor) and y.requires_grad for y in (qk, v, *coef, *(ln or ()), *flat)
     )
     if needs_grad:
-        o, loss, *final = ChunkScan.apply(plan, len(W), x, *tensors, *coef, *(ln or (None, None)), *flat)
+        o, loss, *final = ChunkScan.apply(plan, len(W), qk, v, *coef, *(ln or (None, None)), *flat)
         final = [None if x[0] is None else list(x) for x in (final[i * len(W) : (i + 1) * len(W)] for i in range(3))]
     else:
-        o, loss, *final = scan(plan, x, tensors[0], offsets(plan, *tensors, ln), coef, ln, target, xi, W, S)
+        o, loss, *final = scan(plan, qk, offsets(plan, qk, v, ln), coef, ln, target, xi, W, S)
     if plan.quadratic:
         final = [y and [ring.leave(y[0]), *y[1:]] for y in final]
     return _ungrid(grid, H, C, o, loss, final, M, options)

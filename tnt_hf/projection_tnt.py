@@ -182,7 +182,7 @@ def _project_many(projection, q, k, dtype, interval, normalize, mask, segment_id
         grid = batch_grid(q, mask, segment_ids, time, C, interval, align=False)
     # the interpreter is wrong for bfloat16
     operand = q.dtype if projection is not _RunningProjection and q.is_cuda else dtype
-    x = grid.gather(q.to(operand).unflatten(2, (H, -1))).flatten(0, 1).flatten(1, 2)
+    x = grid.gather_rows(q.to(operand).unflatten(2, (H, -1)))
     u = unit_vectors(grid.gather(k).to(dtype)).flatten(0, 1).to(operand)
     M = grid.rowwise(x.new_zeros(H, K, K, dtype=dtype), M)
     counts, starts = ([n * H for n in y] for y in (grid.counts, grid.starts))

@@ -32,7 +32,7 @@ class Rebuilt(NamedTuple):
     over all its rank-one terms, (x, d_y) of the reads, (a, d_z) and (d_g, delta): x, a and delta are views into these
     two."""
 
-    left: list[Tensor]  # [P, C G + C (+ C), d_in] rows x, a, d_g (no d_g in the first layer)
+    left: list[Tensor]  # [P, C G + C (+ C), d_in] rows x, a, d_g (no d_g in the first layer, which is qk's)
     right: list[Tensor]  # [P, C G + C (+ C), d_out] rows d_y, d_z, delta
     x: list[Tensor]  # layer inputs of the read
     a: list[Tensor]
@@ -52,21 +52,17 @@ class Rebuilt(NamedTuple):
     pushed_S: list[tuple[Tensor, Tensor]] | None
 
 
-def rebuild(plan: Plan, block: Block, tape: Tape, L: int, k, q, offset, ln, coef: Coef) -> Rebuilt:
+def rebuild(plan: Plan, block: Block, tape: Tape, L: int, qk, offset, ln, coef: Coef) -> Rebuilt:
     """A block's networks from what its chunks left on the tape: elementwise work only."""
-    k, q, offset, coef = k[block.here], q[block.here], offset[block.here], coef.part(block.here)
+    tokens, offset, coef = qk[block.here], offset[block.here], coef.part(block.here)
     ln = None if ln is None else [block.spread(x) for x in ln]
-    C, name = k.shape[1], plan.net.activation
-    rows, both = q.shape[1], q.shape[1] + C
+    (rows, C), name = plan.rows(qk), plan.net.activation
+    both = rows + C
     key, read, grad_act, pairs = ([x if x is None else x[block.here] for x in y] for y in tape[:4])
     hidden = zip(read[:-1], key) if plan.current else zip(key[:-1])
     top, read_y = key[-1] if plan.current else key[-1][:, rows:], read[-1] if plan.current else key[-1][:, :rows]
-    tokens = torch.cat([q, k], 1)
-    if plan.quadratic:
-        left = [ring_products(tokens)]
-        q, k = left[0][:, :rows], left[0][:, rows:]
-    else:
-        left = [tokens]
+    left = [ring_products(tokens) if plan.quadratic else tokens]
+    q, k = left[0][:, :rows], left[0][:, rows:]
     x, a, delta, slope, curve, right = [q], [k], [], [], [], []
     for i, z in enumerate(hidden):
         width = z[0].shape[-1]

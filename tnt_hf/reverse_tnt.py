@@ -31,11 +31,11 @@ class ChunkScan(torch.autograd.Function):
     `Tape`, O(1) per token, and O(sqrt(steps)) states (all of them where they are small against the tape)."""
 
     @staticmethod
-    def forward(ctx, plan, depth, q, k, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
+    def forward(ctx, plan, depth, qk, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
         coef, ln = Coef(theta, c, A, D, s_end, m_end), None if gain is None else (gain, bias)
         W, xi, S, target = layers(states, depth)
-        offset = offsets(plan, k, v, ln)
-        steps, C = len(plan.counts), k.shape[1]
+        offset = offsets(plan, qk, v, ln)
+        steps, C = len(plan.counts), v.shape[1]
         widths = [w.shape[2] for w in W]
         ctx.length = max(
             1, min(BLOCK_ELEMENTS // (plan.counts[0] * C * max(W[0].shape[1], *widths)), math.isqrt(steps))
@@ -48,14 +48,14 @@ class ChunkScan(torch.autograd.Function):
             ctx.way, kept = "undo", [*kept, steps - 1]
         else:
             ctx.way = "replay"
-        tape = blank_tape(plan, q, k, W, coef, ln, kept) if any(ctx.needs_input_grad) else None
-        o, loss, *final = scan(plan, q, k, offset, coef, ln, target, xi, W, S, tape=tape)
+        tape = blank_tape(plan, qk, W, coef, ln, kept) if any(ctx.needs_input_grad) else None
+        o, loss, *final = scan(plan, qk, offset, coef, ln, target, xi, W, S, tape=tape)
         if tape is not None:
             ctx.steps = [(j, S is not None) for j, (_, S) in tape.states.items()]
             flat = [*tape.key, *tape.read, *tape.grad_act, *tape.pairs]
             ctx.tape = [len(x) for x in tape[:4]]
             flat += [x for W, S in tape.states.values() for x in (*W, *(S or ()))]
-            ctx.save_for_backward(q, k, offset, *coef, gain, bias, *states, *flat)
+            ctx.save_for_backward(qk, offset, *coef, gain, bias, *states, *flat)
         ctx.plan, ctx.depth = plan, depth
         if loss is not None:
             ctx.mark_non_differentiable(loss)
@@ -72,7 +72,7 @@ class ChunkScan(torch.autograd.Function):
 def _gradients(ctx, d_o, d_final):
     """Of all that `ChunkScan` was given but the plan and the depth."""
     plan, L = ctx.plan, ctx.depth
-    q, k, offset, *rest = ctx.saved_tensors
+    qk, offset, *rest = ctx.saved_tensors
     coef, (gain, bias), states, flat = Coef(*rest[:6]), rest[6:8], rest[8 : 8 + 4 * L], iter(rest[8 + 4 * L :])
     ln = None if gain is None else (gain, bias)
     kept = {}
@@ -81,8 +81,10 @@ def _gradients(ctx, d_o, d_final):
         kept[j] = [next(flat) for _ in range(L)], [next(flat) for _ in range(L)] if momentum else None
     tape = Tape(*parts, kept)
     _, xi, S0, target = layers(states, L)
-    made = torch.empty_like if sum(plan.counts) == len(q) else torch.zeros_like  # blocks may pass over unused programs
-    grad = [made(x) for x in (q, k, offset)]
+    made = (
+        torch.empty_like if sum(plan.counts) == len(qk) else torch.zeros_like
+    )  # blocks may pass over unused programs
+    grad = [made(x) for x in (qk, offset)]
     grad += [x if x is None else torch.zeros_like(x) for x in coef]
     d_target = None if target is None else [torch.zeros_like(x) for x in target]
     d_ln = None if ln is None else [torch.zeros_like(x) for x in ln]
@@ -94,10 +96,10 @@ def _gradients(ctx, d_o, d_final):
         while todo and todo[-1].steps[0] >= begin:
             block = todo.pop()
             replayed = ctx.way == "replay"
-            group.append((block, rebuild(plan, block, tape, L, k, q, offset, ln, coef) if replayed else None))
+            group.append((block, rebuild(plan, block, tape, L, qk, offset, ln, coef) if replayed else None))
         entries = replay(plan, tape, group, target, room) if ctx.way == "replay" else []
         for block, built in group:
-            built = built or rebuild(plan, block, tape, L, k, q, offset, ln, coef)
+            built = built or rebuild(plan, block, tape, L, qk, offset, ln, coef)
             run = BlockBackward(back, block, built, d_o[block.here]).run(run, entries)
     none = [None] * L
     d_S0 = none if S0 is None else run.d_S

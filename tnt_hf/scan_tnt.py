@@ -53,6 +53,11 @@ class Plan(NamedTuple):
     bound: float | None  # of |g_i|: c_{t,i} shrinks by the excess
     quadratic: bool = False  # of q and k the network sees the products, which are made chunk by chunk
 
+    def rows(self, qk: Tensor) -> tuple[int, int]:
+        """Queries C G and keys C of a chunk in qk `[P, C G + C, K]`."""
+        C = qk.shape[1] // (self.groups + 1)
+        return qk.shape[1] - C, C
+
 
 class Block(NamedTuple):
     """Some chunks in a row. What does not touch the weights is done for all programs of a block at once."""
@@ -246,33 +251,35 @@ class Tape(NamedTuple):
     states: dict[int, tuple[list[Tensor], list[Tensor] | None] | None]
 
 
-def blank_tape(plan: Plan, q: Tensor, k: Tensor, W: list[Tensor], coef: Coef, ln, steps) -> Tape:
+def blank_tape(plan: Plan, qk: Tensor, W: list[Tensor], coef: Coef, ln, steps) -> Tape:
     """A tape for `scan` to fill, with the states before `steps`."""
-    widths, rows, C, every = [w.shape[2] for w in W], q.shape[1], k.shape[1], whole(plan, len(q))
+    widths, (rows, C), every = [w.shape[2] for w in W], plan.rows(qk), whole(plan, len(qk))
     # x . a is dear where `a` is wide, and small where C is; with theta on a it would not be x . a
     wide = coef.c is not None or all(w.shape[1] > w.shape[2] for w in W[1:])
-    read = [every.blank(q, rows, n) for n in (widths if ln else widths[:-1])] if plan.current else []
+    read = [every.blank(qk, rows, n) for n in (widths if ln else widths[:-1])] if plan.current else []
     return Tape(
-        [every.blank(q, C if plan.current else rows + C, n) for n in widths],
+        [every.blank(qk, C if plan.current else rows + C, n) for n in widths],
         [*read, None] if plan.current and ln is None else read,
-        [every.blank(q, C, n) for n in widths[:-1]],
-        [every.blank(q, rows, C) for _ in widths[1:]] if plan.current and C <= W[0].shape[2] and wide else [],
+        [every.blank(qk, C, n) for n in widths[:-1]],
+        [every.blank(qk, rows, C) for _ in widths[1:]] if plan.current and C <= W[0].shape[2] and wide else [],
         dict.fromkeys(steps),
     )
 
 
-def offsets(plan: Plan, k: Tensor, v: Tensor, ln) -> Tensor:
+def offsets(plan: Plan, qk: Tensor, v: Tensor, ln) -> Tensor:
     """`inner_offset` of all chunks, [N H, C, V]."""
+    k = qk[:, plan.rows(qk)[0] :]
     return inner_offset(plan.net, k, v, None if ln is None else whole(plan, len(k)).spread(ln[1]))
 
 
-def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None = None):
+def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None = None):
     """All chunks in order. Returns o `[N H, C G, V]`, the inner losses `[N H, C]` (or `None`) and the rows' final W,
-    W_xi, S (lists, or `None`). q, k: `[N H, C (G), K]`; offset: `offsets(...)`.
+    W_xi, S (lists, or `None`). qk: `[N H, C G + C, K]`, a chunk's queries and then its keys; offset: `offsets(...)`.
 
     `coef` is that of unbounded gradients. `tape`: to fill. Writes in place: not for autograd, see `ChunkScan`.
     """
-    losses, ended, last, C, rows, L = [], [], len(plan.counts) - 1, k.shape[1], q.shape[1], len(W)
+    losses, ended, last, (rows, C), L = [], [], len(plan.counts) - 1, plan.rows(qk), len(W)
+    q, k = qk.split([rows, C], 1)
     net, current, owned = plan.net, plan.current, False  # owned: W and S are this scan's to overwrite
     every = whole(plan, len(q))
     o = tape.read[-1] if tape is not None and current else None
@@ -290,7 +297,7 @@ def scan(plan: Plan, q, k, offset, coef, ln, target, xi, W, S, tape: Tape | None
     shared = not current or plan.quadratic or rows + C <= SHARED_ROWS
     length = None if plan.bound is None else norms(k)  # of the products, its square
     length = length.square_() if plan.quadratic and length is not None else length
-    inputs = every.cuts([torch.cat([q, k], 1) if shared else None, q, k, offset, length])
+    inputs = every.cuts([qk, q, k, offset, length])
     coefs, written = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
     ends = list(map(Ends._make, every.cuts(Ends.of(coef))))
     if current:
