@@ -149,7 +149,7 @@ class BlockBackward:
         self.along, self.pull_ = None, None
         if built.pull is not None:
             self.along = self.block.blank(a[0], self.C, 1)
-            self.pull_ = list(zip(cuts(built.pull.to_a), cuts(built.pull.to_delta), cut(self.along)))
+            self.pull_ = cuts([built.pull.shares, self.along])
         self.fused = not self.current or (self.plain and L > 1 and not self.back.plan.carried)
         if self.fused:
             self.both_ = cuts([x[:, : rows + C] for x in (built.right if not self.current else built.right[:1])])
@@ -298,15 +298,15 @@ class BlockBackward:
     def _chunk_bound(self, j):
         """Through the scale s of a gradient bound: s dL/ds is <delta, dL/d delta> over all layers, as every use of g_i
         is linear in delta_i."""
-        to_a, to_delta, along = self.pull_[j]
+        (shares, along), a, delta = self.pull_[j], self.a_[j], self.delta_[j]
         d_a, d_delta = self.d_a_[j], self.d_delta_[j]
-        torch.sum(self.delta_[j][0] * d_delta[0], -1, keepdim=True, out=along)
-        for y, d in zip(self.delta_[j][1:], d_delta[1:]):
+        torch.sum(delta[0] * d_delta[0], -1, keepdim=True, out=along)
+        for y, d in zip(delta[1:], d_delta[1:]):
             along += (y * d).sum(-1, keepdim=True)
-        for i in range(self.L):
-            if d_a[i] is not None:
-                d_a[i].addcmul_(to_a[i], along)
-            d_delta[i].addcmul_(to_delta[i], along)
+        shares = (shares * along).split(1, -1)
+        for x, d, share in zip([*a, *delta], [*d_a, *d_delta], shares):
+            if d is not None:
+                d.addcmul_(x, share)
 
     def _chunk_inner(self, j, start):
         """The inner gradient: a and delta as functions of k, v and W_xi. Fills d_z and d_g, leaves d q and d k."""
@@ -383,7 +383,7 @@ class BlockBackward:
             block.fold(self.back.d_ln[1], d_error.sum(1, keepdim=True))
         if built.pull is not None:
             if self.d_a[0] is None:
-                d_k.addcmul_(built.pull.to_a[0], self.along)
+                d_k.addcmul_(a[0], self.along * built.pull.shares[..., :1])
             scale = built.pull.scale
             for d, s in ((d_coef.theta, scale), (d_coef.c, scale[:, None]), (d_coef.s_end, scale)):
                 if d is not None:

@@ -152,15 +152,16 @@ def slopes(name: str, parts: list[Tensor], out: Tensor, scale: Tensor) -> tuple[
     return slope, bell.mul_(square.neg_().add_(2)).mul_(scale)
 
 
-def norms(x: Tensor) -> Tensor:
+def norms(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Lengths of the vectors along the last axis."""
-    return torch.linalg.vector_norm(x, dim=-1)
+    return torch.linalg.vector_norm(x, dim=-1, out=out)
 
 
-def excess(sizes: list[tuple[Tensor, Tensor]], bound: float) -> Tensor:
-    """|g_t| / bound over all layers, 1 where the bound holds; `sizes`: |a| and |delta| per layer. No square of theirs
-    or of the bound leaves the range of a dtype. Not for autograd, where `hypot` has no gradient at 0."""
-    return functools.reduce(torch.hypot, [x * d / bound for x, d in sizes]).clamp_min(1)
+def excess(a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
+    """|g_t| / bound over all layers, 1 where the bound holds, of the `norms` of a and delta per layer. No square of
+    theirs or of the bound leaves the range of a dtype. Not for autograd, where `hypot` has no gradient at 0."""
+    size = functools.reduce(torch.hypot, [x * d for x, d in zip(a, delta)])
+    return (size if bound == 1 else size.div_(bound)).clamp_min_(1)
 
 
 def bounded(lr: Tensor, a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:

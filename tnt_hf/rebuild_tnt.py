@@ -14,17 +14,16 @@ from torch import Tensor
 
 from .coefficients_tnt import Coef
 from .features_tnt import ring_products
-from .network_tnt import Standardised, excess, norms, slopes, standardise, through_standardise
+from .network_tnt import Standardised, excess, slopes, standardise, through_standardise
 from .scan_tnt import Block, Plan, Tape, c_end, s_end, weighted
 
 
 class Pull(NamedTuple):
-    """A gradient bound as it is met by the outer backward: g_i is scaled by `scale` `[P, C]`, and s_i dL/ds_i flows
-    into a and delta of each layer along `to_a` and `to_delta`."""
+    """A gradient bound as it is met by the outer backward: g_i is scaled by `scale` `[P, C]`, and of s_i dL/ds_i so
+    much `[P, C, 2 L]` flows into a_i and delta_i, first those of all a."""
 
     scale: Tensor
-    to_a: list[Tensor]
-    to_delta: list[Tensor]
+    shares: Tensor
 
 
 class Rebuilt(NamedTuple):
@@ -58,7 +57,7 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, qk, offset, ln, coef: 
     ln = None if ln is None else [block.spread(x) for x in ln]
     (rows, C), name = plan.rows(qk), plan.net.activation
     both = rows + C
-    key, read, grad_act, pairs = ([x if x is None else x[block.here] for x in y] for y in tape[:4])
+    key, read, grad_act, pairs, norm = ([x if x is None else x[block.here] for x in y] for y in tape[:-1])
     hidden = zip(read[:-1], key) if plan.current else zip(key[:-1])
     top, read_y = key[-1] if plan.current else key[-1][:, rows:], read[-1] if plan.current else key[-1][:, :rows]
     left = [ring_products(tokens) if plan.quadratic else tokens]
@@ -85,7 +84,7 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, qk, offset, ln, coef: 
     right.append(q.new_empty(len(q), both + (C if L > 1 else 0), last.shape[-1]))
     if L > 1:
         right[-1][:, both:] = last
-    pull = None if plan.bound is None else bound_pull(a, delta, plan.bound)
+    pull = None if plan.bound is None else bound_pull(norm[:L], norm[L:], plan.bound)
     coef = coef if pull is None else coef.shrunk(pull.scale)
     pushed = weighted(c_end(coef), a, delta)
     pushed_S = None if coef.s_end is None else weighted(s_end(coef), a, delta)
@@ -96,10 +95,8 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, qk, offset, ln, coef: 
 
 
 def bound_pull(a: list[Tensor], delta: list[Tensor], bound: float) -> Pull:
-    """What a gradient bound adds to the backward. With e^2 = sum_l |a_l|^2 |delta_l|^2 / bound^2 the scale of g is s =
-    1 / e where e > 1, and dL = -(s dL/ds) d(e^2) / 2 e^2."""
-    sizes = [(norms(x), norms(d)) for x, d in zip(a, delta)]
-    e = excess(sizes, bound)
+    """What a gradient bound adds to the backward, from the norms. With e^2 = sum_l |a_l|^2 |delta_l|^2 / bound^2 the
+    scale of g is s = 1 / e where e > 1, and dL = -(s dL/ds) d(e^2) / 2 e^2."""
+    e = excess(a, delta, bound)
     share = torch.where(e > 1, 1 / (e * bound), 0.0)
-    to_a = [x * -(share * d).square()[..., None] for x, (_, d) in zip(a, sizes)]
-    return Pull(e.reciprocal(), to_a, [y * -(share * x).square()[..., None] for y, (x, _) in zip(delta, sizes)])
+    return Pull(e.reciprocal(), torch.stack([*delta, *a], -1).mul_(share[..., None]).square_().neg_())

@@ -52,8 +52,8 @@ class ChunkScan(torch.autograd.Function):
         o, loss, *final = scan(plan, qk, offset, coef, ln, target, xi, W, S, tape=tape)
         if tape is not None:
             ctx.steps = [(j, S is not None) for j, (_, S) in tape.states.items()]
-            flat = [*tape.key, *tape.read, *tape.grad_act, *tape.pairs]
-            ctx.tape = [len(x) for x in tape[:4]]
+            flat = [y for x in tape[:-1] for y in x]
+            ctx.tape = [len(x) for x in tape[:-1]]
             flat += [x for W, S in tape.states.values() for x in (*W, *(S or ()))]
             ctx.save_for_backward(qk, offset, *coef, gain, bias, *states, *flat)
         ctx.plan, ctx.depth = plan, depth

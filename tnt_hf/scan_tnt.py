@@ -248,6 +248,7 @@ class Tape(NamedTuple):
     read: list[Tensor | None]  # [N H, C G, width] the same for reads of "current"; y only with a LayerNorm
     grad_act: list[Tensor]  # [N H, C, width] dl/da behind the hidden layers
     pairs: list[Tensor]  # [N H, C G, C] x . a of the upper layers, if that is small
+    norm: list[Tensor]  # [N H, C] with a gradient bound, |a| of all layers and |delta| of all layers
     states: dict[int, tuple[list[Tensor], list[Tensor] | None] | None]
 
 
@@ -262,6 +263,7 @@ def blank_tape(plan: Plan, qk: Tensor, W: list[Tensor], coef: Coef, ln, steps) -
         [*read, None] if plan.current and ln is None else read,
         [every.blank(qk, C, n) for n in widths[:-1]],
         [every.blank(qk, rows, C) for _ in widths[1:]] if plan.current and C <= W[0].shape[2] and wide else [],
+        [every.blank(qk, C) for _ in 2 * widths] if plan.bound is not None else [],
         dict.fromkeys(steps),
     )
 
@@ -295,9 +297,12 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
         if tape.pairs:
             all_pairs = every.cuts([None, *tape.pairs])
     shared = not current or plan.quadratic or rows + C <= SHARED_ROWS
-    length = None if plan.bound is None else norms(k)  # of the products, its square
-    length = length.square_() if plan.quadratic and length is not None else length
-    inputs = every.cuts([qk, q, k, offset, length])
+    sizes = [None] * 2 * L
+    if plan.bound is not None:
+        sizes = tape.norm if tape is not None else sizes
+        length = norms(k, sizes[0])  # of the products, its square
+        sizes = [length.square_() if plan.quadratic else length, *sizes[1:]]
+    inputs, sizes = every.cuts([qk, q, k, offset]), every.cuts(sizes)
     coefs, written = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
     ends = list(map(Ends._make, every.cuts(Ends.of(coef))))
     if current:
@@ -307,7 +312,7 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
         # of a shared product the reads need theirs in a tensor of its own
         scratch = q.new_empty(plan.counts[0], rows + C if shared else rows, W[0].shape[2])
     for j, n in enumerate(plan.counts):
-        (both_j, q_j, k_j, offset_j, length_j), key, read = inputs[j], keys[j], reads[j]
+        (both_j, q_j, k_j, offset_j), key, read = inputs[j], keys[j], reads[j]
         if plan.quadratic:
             both_j = ring_products(both_j)
             q_j, k_j = both_j[:, :rows], both_j[:, rows:]
@@ -335,8 +340,9 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
         a, delta, error = inner_gradient(net, start, k_j, offset_j, gain, (a, z), (grad_acts[j], top))
         c, (end, end_S) = coefs[j], written[j]
         if plan.bound is not None:
-            sizes = zip([length_j, *map(norms, a[1:])], map(norms, delta))
-            c = c.shrunk(excess(list(sizes), plan.bound).reciprocal_())
+            of_a, of_delta = sizes[j][:L], sizes[j][L:]
+            of_a = [of_a[0], *map(norms, a[1:], of_a[1:])]
+            c = c.shrunk(excess(of_a, list(map(norms, delta, of_delta)), plan.bound).reciprocal_())
             end, end_S = c_end(c), s_end(c)
         pushed = weighted(end, a, delta)
         if current:
