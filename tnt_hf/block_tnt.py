@@ -369,8 +369,8 @@ class BlockBackward:
             if self.current and i < L - 1:
                 if i == 0:
                     d_p = self.g[i] * self.pairs
-                    d_q.baddbmm_(d_p, a[0], alpha=-1)
-                    d_k.baddbmm_(d_p.mT, self.q, alpha=-1)
+                    d_q -= torch.bmm(d_p, a[0])  # `baddbmm_` into a part of d_qk would go program by program
+                    d_k -= torch.bmm(d_p.mT, self.q)
                 self.d_pairs.addcmul_(self.g[i], self.p[i])
         if self.current:
             d_pairs = ungrouped(self.d_pairs, G)

@@ -9,7 +9,6 @@ Travels with every pushed checkpoint.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .grid_tnt import document_starts, made_once
@@ -122,7 +121,8 @@ def convolve_token(
 
 def _convolve(conv: nn.Module, x: Tensor, taps: int, tail: Tensor | None) -> tuple[Tensor, Tensor]:
     """One part `[B, T, c]` of which every token is there."""
-    window = F.pad(x, (0, 0, taps, 0)) if tail is None else torch.cat([tail.transpose(1, 2), x], 1)
+    before = x.new_zeros(len(x), taps, x.shape[2]) if tail is None else tail.transpose(1, 2)
+    window = torch.cat([before, x], 1)
     # Called as a module, so that adapters on it take effect.
     return conv(window.transpose(1, 2)).transpose(1, 2), window[:, -taps:].transpose(1, 2)
 
