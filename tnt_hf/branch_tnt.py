@@ -338,6 +338,7 @@ class TNTMemory(nn.Module):
                 reset_interval=interval,
                 implementation="triton" if how == "triton" else "chunk",
                 normalize=self.projection_norm,
+                unit_keys=k.shape[-1] == self.head_dim and tokens[1] is k,  # neither products nor rounded
                 mask=mask,
                 segment_ids=segment_ids,
                 initial_state=None if state is None else (state.projections[interval], state.time),

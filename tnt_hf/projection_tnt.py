@@ -105,6 +105,7 @@ def project_queries(
     *,
     reset_interval: int | None,
     normalize: bool = True,
+    unit_keys: bool = False,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     initial_state: tuple[Tensor, Tensor] | None = None,
@@ -120,6 +121,7 @@ def project_queries(
         q: `[B, T, Hq, K]` queries, Hq a multiple of H. k: `[B, T, H, K]` keys.
         reset_interval: tokens of memory time between resets of M, `None` = never.
         normalize: L2-normalise q~ (|q M| grows with the shard; `False` is the paper).
+        unit_keys: k is known to have length 1 (or 0), so that nobody divides by it again.
         mask, segment_ids: `[B, T]`, as in `memory_chunkwise`.
         initial_state: `(M [B, H, K, K], time [B])` before the first token.
         output_final_state: also return M after the last one.
@@ -137,6 +139,7 @@ def project_queries(
     check_positive("reset_interval", reset_interval, optional=True)
     check_rows(q, k, mask, segment_ids)
     check_flag("normalize", normalize)
+    check_flag("unit_keys", unit_keys)
     if initial_state is not None:
         if not isinstance(initial_state, tuple) or len(initial_state) != 2:
             raise ValueError(f"initial_state must be (M, time), got a {type(initial_state).__name__}")
@@ -153,7 +156,7 @@ def project_queries(
     with torch.autocast(q.device.type, enabled=False):
         if q.shape[1] == 1 and initial_state is not None and segment_ids is None:
             return _project_one(q, k, *rest)
-        return _project_many(projection, q, k, *rest)
+        return _project_many(projection, q, k, unit_keys, *rest)
 
 
 def _project_one(q, k, dtype, interval, normalize, mask, _, initial_state, output_final_state):
@@ -171,7 +174,9 @@ def _project_one(q, k, dtype, interval, normalize, mask, _, initial_state, outpu
 
 
 @torch.compiler.disable
-def _project_many(projection, q, k, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state):
+def _project_many(
+    projection, q, k, unit_keys, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state
+):
     B, T, Hq, K = q.shape
     H = k.shape[2]
     C = min(PROJECTION_CHUNK, interval or PROJECTION_CHUNK)
@@ -183,7 +188,8 @@ def _project_many(projection, q, k, dtype, interval, normalize, mask, segment_id
     # the interpreter is wrong for bfloat16
     operand = q.dtype if projection is not _RunningProjection and q.is_cuda else dtype
     x = grid.gather_rows(q.to(operand).unflatten(2, (H, -1)))
-    u = unit_vectors(grid.gather(k).to(dtype)).flatten(0, 1).to(operand)
+    u = grid.gather(k).to(dtype)
+    u = (u if unit_keys else unit_vectors(u)).flatten(0, 1).to(operand)
     M = grid.rowwise(x.new_zeros(H, K, K, dtype=dtype), M)
     counts, starts = ([n * H for n in y] for y in (grid.counts, grid.starts))
     with torch.cuda.device_of(q):
