@@ -67,7 +67,7 @@ class _Blocks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
         q, k, v, *kept = ctx.saved_tensors
-        d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
+        d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for i, (rows, keys) in enumerate(_Blocks.blocks(q.shape[1], ctx.window)):
             p = kept[i] if kept else _Blocks.probabilities(q, k, rows, keys, ctx.window)
             d = d_out[:, rows]

@@ -38,11 +38,11 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again
             inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ctx.eps)
-        h = x * inverse
-        d_weight = d_y * h
-        along = (d_weight @ weight)[..., None] / -x.shape[-1]
-        d_x = (d_y * weight).addcmul_(h, along).mul_(inverse)
-        return d_x, d_weight.view(-1, len(weight)).sum(0) if ctx.needs_input_grad[1] else None, None
+        product = d_y * x
+        along = (product @ weight)[..., None] * inverse.pow(3) / -x.shape[-1]
+        d_x = (d_y * weight).mul_(inverse).addcmul_(x, along)
+        d_weight = product.view(-1, len(weight)).mT @ inverse.view(-1) if ctx.needs_input_grad[1] else None
+        return d_x, d_weight, None
 
 
 class TNTRMSNorm(nn.Module):

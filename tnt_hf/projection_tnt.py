@@ -57,12 +57,13 @@ class _RunningProjection(torch.autograd.Function):
     def forward(ctx, counts, starts, groups, q, u, M):
         ctx.save_for_backward(q, u, M)
         ctx.grid = counts, starts, groups
-        out, M = torch.zeros_like(q), M.clone()
+        out, M = _room(q, counts), M.clone()
         for n, first in zip(counts, starts):
             here = slice(first, first + n)
-            pairs = _causal(q[here] @ u[here].transpose(1, 2), groups)
-            out[here] = torch.baddbmm(pairs @ u[here], q[here], M[:n])
-            M[:n].baddbmm_(u[here].transpose(1, 2), u[here])
+            x, y = q[here], u[here]
+            pairs = _causal(torch.bmm(x, y.mT), groups)
+            torch.baddbmm(torch.bmm(pairs, y), x, M[:n], out=out[here])
+            M[:n].baddbmm_(y.mT, y)
         return out, M
 
     @staticmethod
@@ -73,30 +74,33 @@ class _RunningProjection(torch.autograd.Function):
 
 
 def _projection_gradients(q, u, M, counts, starts, groups, d_out, d_M):
-    M, d_M, d_q, d_u = M.clone(), d_M.clone(), torch.zeros_like(q), torch.zeros_like(u)
+    M, d_M, d_q, d_u = M.clone(), d_M.clone(), _room(q, counts), _room(u, counts)
     before = []
     for n, first in zip(counts, starts):
         y = u[first : first + n]
         before.append(M[:n].clone())
-        M[:n].baddbmm_(y.transpose(1, 2), y)
+        M[:n].baddbmm_(y.mT, y)
     for n, first in zip(reversed(counts), reversed(starts)):
         here = slice(first, first + n)
         x, y, d = q[here], u[here], d_out[here]
-        d_pairs = _causal(d @ y.transpose(1, 2), groups)
-        d_q[here] = torch.baddbmm(d_pairs @ y, d, before.pop().transpose(1, 2))
-        pairs = _causal(x @ y.transpose(1, 2), groups)
-        d_u[here] = d_pairs.transpose(1, 2) @ x + pairs.transpose(1, 2) @ d + y @ (d_M[:n] + d_M[:n].transpose(1, 2))
-        d_M[:n].baddbmm_(x.transpose(1, 2), d)
+        d_pairs, pairs = (_causal(torch.bmm(z, y.mT), groups) for z in (d, x))
+        torch.baddbmm(torch.bmm(d_pairs, y), d, before.pop().mT, out=d_q[here])
+        both = torch.bmm(d_pairs.mT, x).baddbmm_(pairs.mT, d)
+        torch.baddbmm(both, y, d_M[:n] + d_M[:n].mT, out=d_u[here])
+        d_M[:n].baddbmm_(x.mT, d)
     return d_q, d_u, d_M
 
 
+def _room(x: Tensor, counts: list[int]) -> Tensor:
+    """Like x, to be filled, with zeros where programs are not used."""
+    return torch.empty_like(x) if sum(counts) == len(x) else torch.zeros_like(x)
+
+
 def _causal(pairs: Tensor, groups: int) -> Tensor:
-    """Zero the pairs (token t of any query head, later token i) of [P, C G, C]."""
-    return (
-        pairs.tril()
-        if groups == 1
-        else pairs.unflatten(1, (-1, groups)).transpose(1, 2).tril().transpose(1, 2).flatten(1, 2)
-    )
+    """[P, C G, C] with zeros for a token t of any query head and a later token i, in place."""
+    for pair in [pairs] if groups == 1 else pairs.unflatten(1, (-1, groups)).unbind(2):
+        pair.tril_()
+    return pairs
 
 
 def project_queries(
