@@ -5,18 +5,16 @@ import torch
 import torch.nn.functional as F
 from test_memory import assert_same, leaves, make_inputs, probe, run
 
-from tnt_hf import reverse_tnt, scan_tnt
+from tnt_hf import reverse_tnt
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 from tnt_hf.projection_tnt import project_queries, unit_vectors
 
 
 @pytest.mark.parametrize("grad_bound", [None, 2.0])  # about half of these gradients are larger than 2
 @pytest.mark.parametrize("gates", [(), ("momentum",), ("decay",), ("momentum", "decay")], ids=str)
-@pytest.mark.parametrize("keep_ratio, block_elements, shared_rows", [(0, 50, 64), (0, 1 << 17, 0), (1e9, 50, 0)])
-def test_every_way_back_to_a_chunks_weights(monkeypatch, keep_ratio, block_elements, shared_rows, gates, grad_bound):
-    """States kept, undone or replayed, in blocks of one chunk or many, queries and keys in one product or two: the
-    same gradients."""
-    monkeypatch.setattr(scan_tnt, "SHARED_ROWS", shared_rows)
+@pytest.mark.parametrize("keep_ratio, block_elements", [(0, 50), (0, 1 << 17), (1e9, 50)])
+def test_every_way_back_to_a_chunks_weights(monkeypatch, keep_ratio, block_elements, gates, grad_bound):
+    """States kept, undone or replayed, in blocks of one chunk or many: the same gradients."""
     monkeypatch.setattr(reverse_tnt, "KEEP_RATIO", keep_ratio)
     monkeypatch.setattr(reverse_tnt, "BLOCK_ELEMENTS", block_elements)
     tensors, weights, options = make_inputs(B=2, T=70, G=2, depth=3, layernorm=True, **dict.fromkeys(gates, True))

@@ -86,14 +86,14 @@ def inner_offset(net: Net, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     return offset if bias is None else offset.add_(bias)
 
 
-def pass_through(net: Net, weights: list[Tensor], x: Tensor, first: Tensor | None = None, outs=None):
-    """Inputs `[x, a_1, ...]` and products `[z_1, ..., y]` of all layers. `first`: x @ W_1, if that is at hand; `outs`:
-    where to leave the products (`None`s: anywhere)."""
+def pass_through(net: Net, weights: list[Tensor], x: Tensor, outs=None):
+    """Inputs `[x, a_1, ...]` and products `[z_1, ..., y]` of all layers. `outs`: where to leave the products (`None`s:
+    anywhere)."""
     a, z = [x], []
     for i, w in enumerate(weights):
         if i:
             a.append(activate(net.activation, z[-1]))
-        z.append(first if first is not None and i == 0 else product(a[-1], w, outs and outs[i]))
+        z.append(product(a[-1], w, outs and outs[i]))
     return a, z
 
 

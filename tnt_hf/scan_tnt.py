@@ -35,9 +35,6 @@ from .network_tnt import (
 )
 
 
-SHARED_ROWS = 64  # a chunk's queries and keys up to so many share a product: two of few rows cost more than one
-
-
 class Plan(NamedTuple):
     """What a scan needs besides tensors. `counts` and `starts` are in programs (rows x heads)."""
 
@@ -157,14 +154,14 @@ def weighted(weights: Tensor, a: list[Tensor], delta: list[Tensor]) -> list[tupl
     return [(weights * x, y) if x.shape[-1] <= y.shape[-1] else (x, weights * y) for x, y in zip(a, delta)]
 
 
-def _read_chunk(net: Net, W, S, target, q, A, D, pairs, pushed, first, zs, ps):
+def _read_chunk(net: Net, W, S, target, q, A, D, pairs, pushed, zs, ps):
     """f(W_t, q) before the LayerNorm, for the chunk's queries. `pushed`: (a, delta) of the writes that are read, to be
-    weighted by `pairs` `[(P,) C G, C]`; `first`: q @ W_1; `zs`: where to leave the z of all layers (the last is the
-    result, `None`: anywhere); `ps`: and x . a of the upper ones."""
+    weighted by `pairs` `[(P,) C G, C]`; `zs`: where to leave the z of all layers (the last is the result, `None`:
+    anywhere); `ps`: and x . a of the upper ones."""
     x, last = q, len(W) - 1
     for i, w in enumerate(W):
         out = zs[i]
-        y = torch.bmm(x, w, out=out) if i else first
+        y = torch.bmm(x, w, out=out)
         if A is not None:
             y = torch.mul(A, y, out=out) if target is None else torch.lerp(torch.bmm(x, target[i]), y, A, out=out)
         if S is not None:
@@ -296,7 +293,6 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
             z_keys = every.cuts([x[:, rows:] for x in tape.key])
         if tape.pairs:
             all_pairs = every.cuts([None, *tape.pairs])
-    shared = not current or plan.quadratic or rows + C <= SHARED_ROWS
     sizes = [None] * 2 * L
     if plan.bound is not None:
         sizes = tape.norm if tape is not None else sizes
@@ -309,8 +305,6 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
         causal = _causal(rows, C, q)
         A, D = (None if x is None else grouped(x, plan.groups)[..., None] for x in (coef.A, coef.D))
         scalars = every.cuts([A, D])
-        # of a shared product the reads need theirs in a tensor of its own
-        scratch = q.new_empty(plan.counts[0], rows + C if shared else rows, W[0].shape[2])
     for j, n in enumerate(plan.counts):
         (both_j, q_j, k_j, offset_j), key, read = inputs[j], keys[j], reads[j]
         if plan.quadratic:
@@ -322,7 +316,7 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
         if j == 0 or n < plan.counts[j - 1]:
             gain, goal = None if ln is None else ln[0][:n], cut(target, n)
         if not current:
-            a, z = pass_through(net, start, both_j, outs=key)
+            a, z = pass_through(net, start, both_j, key)
             a = [x[:, rows:] for x in a]
             if tape is None:
                 read[-1].copy_(z[-1][:, :rows])
@@ -331,11 +325,7 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
                 z = z_keys[j]
             top = z[-1] if ln is None else None
         else:
-            into, z_1 = read[0] if not shared else None, None
-            first = torch.bmm(both_j if shared else q_j, W[0], out=scratch[:n] if into is None else into)
-            if shared and start is W:
-                z_1 = first[:, rows:] if tape is None or L == 1 else key[0].copy_(first[:, rows:])
-            a, z = pass_through(net, start, k_j, z_1, key)
+            a, z = pass_through(net, start, k_j, key)
             top = key[-1]
         a, delta, error = inner_gradient(net, start, k_j, offset_j, gain, (a, z), (grad_acts[j], top))
         c, (end, end_S) = coefs[j], written[j]
@@ -348,8 +338,7 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
         if current:
             pairs, seen = (causal, pushed) if c.c is None else (grouped(c.c, plan.groups), list(zip(a, delta)))
             A, D = scalars[j]
-            first = first[:, :rows] if shared else first
-            _read_chunk(net, W, S, goal, q_j, A, D, pairs, seen, first, read, all_pairs[j])
+            _read_chunk(net, W, S, goal, q_j, A, D, pairs, seen, read, all_pairs[j])
         if plan.keep_loss:
             losses.append(0.5 * error.square().sum(-1))
         rest = 0 if j == last else plan.counts[j + 1]
