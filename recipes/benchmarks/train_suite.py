@@ -96,7 +96,7 @@ def time_steps(context: int, settings: TrainSettings, tell) -> dict:
     configs = equal_configs(list(settings.contestants), shape, **implementation)
     models = {n: build(n, c, settings.attention, settings.seed).to(settings.device) for n, c in configs.items()}
     calls = {contestant: step(contestant, model) for contestant, model in models.items()}
-    warmup = int(context <= settings.tokens)  # longer steps take minutes, and the median forgives a slow first round
+    warmup = 3 if context <= settings.tokens else 1  # until what is freed and kept suffices; longer steps take minutes
     seconds = take_turns(calls, settings.rounds, warmup, tell, waiting(settings.device))
     final = {contestant: loss.item() for contestant, loss in losses.items()}
     if wrong := [contestant for contestant, loss in final.items() if not math.isfinite(loss)]:
