@@ -75,6 +75,23 @@ def test_a_gradient_bound_at_the_ends_of_float32(op, grad_bound):
     )
 
 
+@pytest.mark.parametrize("size", [1e-15, 1e15])
+def test_gradients_through_a_gradient_bound_of_any_size(size):
+    """A linear memory with its values, weights and bound times `size`, whose cube is no float32."""
+    (q, k, v, lr), (weight,), _ = make_inputs(T=8, depth=1, dtype=torch.float32)
+    inputs = [x.requires_grad_() for x in (q, k, v, lr, weight)]
+
+    def gradients(dtype, size, bound=1.5):
+        q, k, v, lr, w = (x.to(dtype) for x in inputs)
+        o = run(memory_chunkwise, [q, k, size * v, lr], [size * w], {}, chunk_size=4, grad_bound=bound * size)[0]
+        return torch.autograd.grad((o / size).sum(), inputs)
+
+    wanted = gradients(torch.float64, 1.0)
+    assert_same(gradients(torch.float32, size), wanted, 1e-5)  # float32 rounds
+    with pytest.raises(AssertionError):
+        assert_same(gradients(torch.float64, 1.0, bound=1e9), wanted, 1e-2)  # the bound was met
+
+
 @pytest.mark.parametrize("feature_map", ["identity", "quadratic"])
 def test_nothing_uninitialised_leaves_the_backward(monkeypatch, feature_map):
     """A last shard that is shorter leaves unused programs between blocks; new memory holds NaN here."""

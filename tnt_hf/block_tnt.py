@@ -149,7 +149,7 @@ class BlockBackward:
         self.along, self.pull_ = None, None
         if built.pull is not None:
             self.along = self.block.blank(a[0], self.C, 1)
-            self.pull_ = cuts([built.pull.shares, self.along])
+            self.pull_ = list(zip(cut(self.along), cuts([*built.pull.to_a, *built.pull.to_delta])))
         self.fused = not self.current or (self.plain and L > 1 and not self.back.plan.carried)
         if self.fused:
             self.both_ = cuts([x[:, : rows + C] for x in (built.right if not self.current else built.right[:1])])
@@ -298,15 +298,14 @@ class BlockBackward:
     def _chunk_bound(self, j):
         """Through the scale s of a gradient bound: s dL/ds is <delta, dL/d delta> over all layers, as every use of g_i
         is linear in delta_i."""
-        (shares, along), a, delta = self.pull_[j], self.a_[j], self.delta_[j]
-        d_a, d_delta = self.d_a_[j], self.d_delta_[j]
-        torch.sum(delta[0] * d_delta[0], -1, keepdim=True, out=along)
+        (along, shares), delta, d_delta = self.pull_[j], self.delta_[j], self.d_delta_[j]
+        dot = delta[0] * d_delta[0]
         for y, d in zip(delta[1:], d_delta[1:]):
-            along += (y * d).sum(-1, keepdim=True)
-        shares = (shares * along).split(1, -1)
-        for x, d, share in zip([*a, *delta], [*d_a, *d_delta], shares):
+            dot = dot.addcmul_(y, d) if y.shape == dot.shape else torch.cat([dot, y * d], -1)
+        torch.sum(dot, -1, keepdim=True, out=along)
+        for x, d, share in zip((*self.a_[j], *delta), (*self.d_a_[j], *d_delta), shares):
             if d is not None:
-                d.addcmul_(x, share)
+                d.addcmul_(x, share * along, value=-1)
 
     def _chunk_inner(self, j, start):
         """The inner gradient: a and delta as functions of k, v and W_xi. Fills d_z and d_g, leaves d q and d k."""
@@ -383,7 +382,7 @@ class BlockBackward:
             block.fold(self.back.d_ln[1], d_error.sum(1, keepdim=True))
         if built.pull is not None:
             if self.d_a[0] is None:
-                d_k.addcmul_(a[0], self.along * built.pull.shares[..., :1])
+                d_k.addcmul_(a[0], self.along * built.pull.to_a[0], value=-1)
             scale = built.pull.scale
             for d, s in ((d_coef.theta, scale), (d_coef.c, scale[:, None]), (d_coef.s_end, scale)):
                 if d is not None:

@@ -19,11 +19,12 @@ from .scan_tnt import Block, Plan, Tape, c_end, s_end, weighted
 
 
 class Pull(NamedTuple):
-    """A gradient bound as it is met by the outer backward: g_i is scaled by `scale` `[P, C]`, and of s_i dL/ds_i so
-    much `[P, C, 2 L]` flows into a_i and delta_i, first those of all a."""
+    """A gradient bound as it is met by the outer backward: g_i is scaled by `scale` `[P, C]`, and of -s_i dL/ds_i
+    `to_a` a and `to_delta` delta, `[P, C, 1]`, flow into the a and delta of each layer."""
 
     scale: Tensor
-    shares: Tensor
+    to_a: list[Tensor]
+    to_delta: list[Tensor]
 
 
 class Rebuilt(NamedTuple):
@@ -99,4 +100,5 @@ def bound_pull(a: list[Tensor], delta: list[Tensor], bound: float) -> Pull:
     scale of g is s = 1 / e where e > 1, and dL = -(s dL/ds) d(e^2) / 2 e^2."""
     e = excess(a, delta, bound)
     share = torch.where(e > 1, 1 / (e * bound), 0.0)
-    return Pull(e.reciprocal(), torch.stack([*delta, *a], -1).mul_(share[..., None]).square_().neg_())
+    to_a, to_delta = ([(share * x).square_()[..., None] for x in sizes] for sizes in (delta, a))
+    return Pull(e.reciprocal(), to_a, to_delta)

@@ -245,7 +245,7 @@ class Tape(NamedTuple):
     read: list[Tensor | None]  # [N H, C G, width] the same for reads of "current"; y only with a LayerNorm
     grad_act: list[Tensor]  # [N H, C, width] dl/da behind the hidden layers
     pairs: list[Tensor]  # [N H, C G, C] x . a of the upper layers, if that is small
-    norm: list[Tensor]  # [N H, C] with a gradient bound, |a| of all layers and |delta| of all layers
+    norm: list[Tensor]  # [N H, C] with a gradient bound: |a| of all layers, then |delta|
     states: dict[int, tuple[list[Tensor], list[Tensor] | None] | None]
 
 
