@@ -46,12 +46,15 @@ class _Taps(torch.autograd.Function):
     def backward(ctx, d_y: Tensor):
         x, weight = ctx.saved_tensors
         taps = weight[:, 0].t().contiguous()
-        d_x, d_taps = torch.zeros_like(x), torch.zeros_like(taps)
+        d_x, d_taps = torch.empty_like(x), torch.zeros_like(taps)
+        d_x[:, : len(taps) - 1] = 0.0
         blocks = zip(_Taps.blocks(x, len(taps)), _Taps.blocks(d_x, len(taps)))
         for (here, shifted), (_, d_shifted) in blocks:
             d = d_y[:, here]
-            for part, d_part, tap, d_tap in zip(shifted, d_shifted, taps, d_taps):
+            torch.mul(d, taps[-1], out=d_shifted[-1])  # no block before wrote there
+            for d_part, tap in zip(d_shifted[:-1], taps[:-1]):
                 d_part.addcmul_(d, tap)
+            for part, d_tap in zip(shifted, d_taps):
                 d_tap.add_((d * part).sum((0, 1)))
         return d_x, d_taps.t()[:, None]
 
