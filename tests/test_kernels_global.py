@@ -28,14 +28,20 @@ def test_splits_cover_a_chunk_once(chunks, rows):
     assert chunks * shape.splits <= max(kernels.PROGRAMS, chunks)
 
 
+def apply(plan, depth, qk, *rest):
+    """The kernels, as the scan is called."""
+    return kernels.TritonGlobal.apply(plan, depth, *qk.split(plan.rows(qk), 1), *rest)
+
+
+def use_kernels(monkeypatch, apply=apply):
+    monkeypatch.setattr(memory_tnt, "ChunkScan", SimpleNamespace(apply=apply))
+
+
 def compare(monkeypatch, programs=kernels.PROGRAMS, rows=16, bound=None, split=None, options=None, **inputs):
     """Outputs, final state, surprise and all gradients of the kernels in float32 and of the recurrence in float64."""
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
     monkeypatch.setattr(kernels, "rows_of_tile", lambda n, most: rows)
-    scan = kernels.TritonGlobal
-    if bound is not None:
-        scan = SimpleNamespace(apply=lambda plan, *x: kernels.TritonGlobal.apply(_bounded(plan, bound), *x))
-    monkeypatch.setattr(memory_tnt, "ChunkScan", scan)
+    use_kernels(monkeypatch, lambda plan, *x: apply(plan if bound is None else plan._replace(bound=bound), *x))
     single = make_inputs(**{"T": 40, "H": 2, "K": 16, "V": 16, "hidden": 32, "dtype": torch.float32, **inputs})
     if "layernorm" in single[2]:  # well-conditioned: it divides by the spread of what the weights make, which is 0.1,
         for w in single[1]:  # and then steps of a whole chunk throw the weights about, in any float32 arithmetic
@@ -52,10 +58,6 @@ def compare(monkeypatch, programs=kernels.PROGRAMS, rows=16, bound=None, split=N
         loss = sum((y * r).sum() for y, r in zip(outputs, randoms(outputs)))
         results.append([*outputs, surprise, *torch.autograd.grad(loss, x)])
     assert_close(*results)
-
-
-def _bounded(plan, bound):
-    return SimpleNamespace(**{**plan._asdict(), "bound": bound})
 
 
 GATES = [{}, {"momentum": True}, {"decay": True}, {"momentum": True, "decay": True}]
@@ -103,7 +105,7 @@ def case_chunks_that_fill_no_tile(monkeypatch):
 
 def case_without_a_final_state_and_twice_backward(monkeypatch):
     """The last chunk's writes are read by nobody: their gradient is 0; and backward leaves what it needs as it was."""
-    monkeypatch.setattr(memory_tnt, "ChunkScan", kernels.TritonGlobal)
+    use_kernels(monkeypatch)
     single = make_inputs(T=40, K=16, V=16, hidden=16, dtype=torch.float32, momentum=True, decay=True)
     results = []
     for op, dtype in ((memory_chunkwise, torch.float32), (memory_naive, torch.float64)):
@@ -119,13 +121,13 @@ def case_without_a_final_state_and_twice_backward(monkeypatch):
 def case_without_gradients_the_same_numbers_and_losses(monkeypatch):
     results = []
 
-    def apply(plan, *x):
-        results.append(kernels.TritonGlobal.apply(plan._replace(keep_loss=True), *x))
+    def both(plan, *x):
+        results.append(apply(plan._replace(keep_loss=True), *x))
         with torch.no_grad():
-            results.append(kernels.TritonGlobal.apply(plan._replace(keep_loss=True, keep_state=False), *x))
+            results.append(apply(plan._replace(keep_loss=True, keep_state=False), *x))
         return results[0]
 
-    monkeypatch.setattr(memory_tnt, "ChunkScan", SimpleNamespace(apply=apply))
+    use_kernels(monkeypatch, both)
     tensors, weights, gates = make_inputs(T=40, K=16, V=16, hidden=16, dtype=torch.float32, momentum=True)
     weights[0].requires_grad_()
     memory_chunkwise(*tensors, weights, chunk_size=16, read="chunk_start", output_final_state=True, **gates)
