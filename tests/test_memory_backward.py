@@ -149,3 +149,23 @@ def test_what_an_absent_token_holds_is_not_seen(op, T):
         o, end = op(*inputs, weights, chunk_size=2, mask=mask, initial_state=state, output_final_state=True)
         results.append([o, *end.weights, *torch.autograd.grad(o.square().sum() + end.weights[0].sum(), inputs)])
     assert_same(*results, 0)
+
+
+@pytest.mark.parametrize("reset_interval", [None, 64])
+def test_keys_of_unit_length_need_no_second_division(reset_interval):
+    """The same projection and gradients behind `unit_vectors`, whose derivative has nothing along the key. One key is
+    zero."""
+    g = torch.Generator().manual_seed(0)
+    q, x = (torch.randn(2, 150, 2, 4, generator=g, dtype=torch.float64) for _ in range(2))
+    x[0, 7] = 0
+    weight, inputs = torch.randn(4, generator=g, dtype=torch.float64), [q.requires_grad_(), x.requires_grad_()]
+    (found, dx), (wanted, want_dx) = (
+        (o, torch.autograd.grad(o.square().mul(weight).sum(), inputs))
+        for o in (
+            project_queries(q, unit_vectors(x), reset_interval=reset_interval, unit_keys=known)[0]
+            for known in (True, False)
+        )
+    )
+    assert_same([found, *dx], [wanted, *want_dx], 1e-12)
+    with pytest.raises(ValueError, match="unit_keys"):
+        project_queries(q, x, reset_interval=None, unit_keys=1)
