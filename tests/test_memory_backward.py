@@ -118,6 +118,8 @@ def test_the_backward_of_unit_vectors_is_the_librarys():
     outputs = [unit_vectors(x), F.normalize(x, dim=-1)]
     assert_same(outputs[:1], outputs[1:], 1e-15)
     assert_same([torch.autograd.grad(outputs[0], x, d)[0]], torch.autograd.grad(outputs[1], x, d), 1e-14)
+    nothing = x[:, :0].detach().requires_grad_()
+    assert torch.autograd.grad(unit_vectors(nothing).sum(), nothing)[0].shape == nothing.shape
 
 
 def test_a_query_before_the_first_key_has_no_gradient():
