@@ -11,6 +11,7 @@ from torch import nn
 
 from tnt_hf.convolution_tnt import BLOCK, TNTCausalConv, convolve, convolve_token
 from tnt_hf.gate_tnt import TNTRMSNorm
+from tnt_hf.projection_tnt import unit_vectors
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 4])
@@ -100,6 +101,21 @@ def test_rms_norm_gives_the_same_bits_with_and_without_gradients():
         if y.requires_grad:
             y.sum().backward()
             assert (here.grad is not None) is x_learns
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_rows_may_lie_in_any_order_in_memory(order):
+    """A transposed input, a transposed gradient, an expanded input: as of a copy."""
+    torch.manual_seed(0)
+    norm, back = TNTRMSNorm(8, 1e-6).double(), [order.index(i) for i in range(3)]
+    x, d = (torch.randn(4, 3, 8, dtype=torch.float64).permute(order).contiguous().permute(back) for _ in range(2))
+    for x, f in itertools.product([x, x[:1].expand_as(x)], [norm, unit_vectors]):
+        ours, copies = (torch.autograd.grad(f(y), y, d) for y in (x.detach().requires_grad_(), leaf(x)))
+        torch.testing.assert_close(ours, copies, rtol=0, atol=1e-14)  # sums in another order
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
 
 
 def test_rms_norm_can_be_mapped_over_rows():

@@ -41,7 +41,7 @@ class _RMSNorm(torch.autograd.Function):
         product = d_y * x
         along = (product @ weight)[..., None] * inverse.pow(3) / -x.shape[-1]
         d_x = (d_y * weight).mul_(inverse).addcmul_(x, along)
-        d_weight = product.view(-1, len(weight)).mT @ inverse.view(-1) if ctx.needs_input_grad[1] else None
+        d_weight = product.reshape(-1, len(weight)).mT @ inverse.reshape(-1) if ctx.needs_input_grad[1] else None
         return d_x, d_weight, None
 
 

@@ -42,7 +42,7 @@ class _Unit(torch.autograd.Function):
             g, rows = n / norm.clamp_min(SMALLEST_NORM), (-1, out.shape[-1])
             d, w = d_out.reshape(rows).contiguous(), out.reshape(rows).contiguous()
             backward = torch.ops.aten._weight_norm_interface_backward.default
-            return backward(d, w, g.view(-1, 1), n.view(-1, 1), 0)[0].view_as(out)
+            return backward(d, w, g.reshape(-1, 1), n.reshape(-1, 1), 0)[0].view_as(out)
         along = (d_out * out).sum(-1, keepdim=True).mul_(norm > SMALLEST_NORM)
         return torch.addcmul(d_out, out, along, value=-1).div_(norm.clamp_min(SMALLEST_NORM))
 
