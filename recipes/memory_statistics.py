@@ -8,6 +8,7 @@ Axis legend
 """
 
 import inspect
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +33,16 @@ def first_row(inputs: dict[str, Any]) -> dict[str, Tensor] | None:
     names = [name for name in ("input_ids", "position_ids") if isinstance(inputs.get(name), Tensor)]
     row = {name: inputs[name].expand(len(ids), -1)[0][valid][None] for name in names}
     return row if row["input_ids"].shape[1] > 1 else None
+
+
+def all_closed(model: nn.Module) -> bool:
+    """Whether no gate of a TNT model lets anything of its memory through, as where a conversion starts: the memories'
+    gradients are 0."""
+    gates = [module for module in model.modules() if isinstance(module, TNTMemoryGate)]
+    weights = {"add": "scale", "product": "proj.weight", "mix": "weight"}
+    return bool(gates) and not any(
+        gate.kind == "published" or bool(attrgetter(weights[gate.kind])(gate).any()) for gate in gates
+    )
 
 
 def memory_statistics(model: nn.Module, row: dict[str, Tensor]) -> dict[str, float]:

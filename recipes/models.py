@@ -25,6 +25,7 @@ from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.arguments import NEW_MODELS, ModelArguments, RunArguments
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE
 from tnt_hf.recipes.data import train_tokenizer
+from tnt_hf.recipes.memory_statistics import all_closed
 from tnt_hf.recipes.objectives import attention_modules, with_memory
 from tnt_hf.recipes.optimization import kind_of
 
@@ -96,6 +97,8 @@ def build_model(
     if run.mode in ("align", "distill"):
         teacher = load_teacher(name, model)
         _check_teacher(student, teacher, run.mode)
+    if model.trainable == "local_memories" and all_closed(student):
+        say(f"note: all gates of {name!r} are closed, so its memories get gradients of 0; a stage 1 opens them")
     return set_trainable(student, model.trainable, model.lora), teacher
 
 
@@ -128,9 +131,8 @@ def new_model(model: ModelArguments, tokenizer: Any = None) -> nn.Module:
             if name not in known:
                 raise ValueError(f"model_config.{name}={value!r}: is no field of a Llama")
         config = LlamaConfig(**fields | model.model_config)
-    options = {} if model.attn_implementation is None else {"attn_implementation": model.attn_implementation}
     with _naming("model", model.model, model.attn_implementation):
-        return AutoModelForCausalLM.from_config(config, dtype=_dtype(model), **options)
+        return AutoModelForCausalLM.from_config(config, **_load_options(model))
 
 
 def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
@@ -374,10 +376,8 @@ def _dtype(model: ModelArguments) -> torch.dtype:
 
 
 def _load_options(model: ModelArguments) -> dict[str, Any]:
-    options: dict[str, Any] = {"dtype": _dtype(model)}
-    if model.attn_implementation is not None:
-        options["attn_implementation"] = model.attn_implementation
-    return options
+    attention = model.attn_implementation
+    return {"dtype": _dtype(model)} | ({} if attention is None else {"attn_implementation": attention})
 
 
 def _refuse_fields(name: str, model: ModelArguments, injected: bool) -> None:

@@ -12,8 +12,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from tnt_hf import TNTCache
 from tnt_hf.branch_tnt import TNTMemory
 from tnt_hf.conversion import LiZAConfig, inject
+from tnt_hf.gate_tnt import TNTMemoryGate
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule, WindowDropout, narrow_window
-from tnt_hf.recipes.memory_statistics import first_row, memory_statistics
+from tnt_hf.recipes.memory_statistics import all_closed, first_row, memory_statistics
 from tnt_hf.recipes.training_plots import smoothed, spans_decades
 from tnt_hf.state_tnt import LayerState, StateLayout
 
@@ -286,6 +287,33 @@ def test_an_injected_tnt_memory_is_read():
     read = memory_statistics(inject(tiny_host("qwen3"), OPEN_TNT), row())
     names = {"gate", "share", "surprise", "fast_weight_norm"}
     assert {f"memory/{name}/layer_{i}" for name in names for i in (0, 1)} <= read.keys()
+
+
+@pytest.mark.parametrize("gate", ["add", "product", "mix", "published"])
+def test_gates_are_closed_where_no_gradient_passes(gate):
+    model = tiny_model(memory_gate=gate)
+    parameters = [part for module in model.modules() if isinstance(module, TNTMemoryGate) for part in gate_of(module)]
+    for opened in (True, False, True):
+        for parameter in parameters:
+            parameter.data.fill_(0.5 if opened else 0.0)
+        model.zero_grad()
+        model(**row(), labels=row()["input_ids"]).loss.backward()
+        gradients = [x.grad for name, x in model.named_parameters() if ".memories." in name]
+        assert all_closed(model) is not any(bool(x.any()) for x in gradients)
+    assert not all_closed(tiny_model(memory_layers=[]))
+
+
+def gate_of(module: TNTMemoryGate) -> list[torch.Tensor]:
+    """What closes it."""
+    found = {"add": ["scale"], "product": ["proj"], "mix": ["weight"], "published": []}[module.kind]
+    return [x.weight if isinstance(x, torch.nn.Module) else x for x in (getattr(module, name) for name in found)]
+
+
+def test_one_open_gate_is_enough():
+    model = tiny_model(memory_gate_init=0.0)
+    assert all_closed(model)
+    model.model.layers[1].memory.gate.scale.data[3] = 0.1
+    assert not all_closed(model)
 
 
 def test_layers_without_memory_are_absent():

@@ -143,6 +143,19 @@ def test_stage2_moves_only_local_memories_to_other_chunks(stage1):
     assert losses[0] < 5.0  # far below the log(257) = 5.5 that an untrained model has
 
 
+def test_stage2_behind_closed_gates_is_told_that_nothing_will_move(stage1, capsys):
+    """As of a conversion that never trained."""
+    shutil.copytree("stage1", "closed")
+    closed = {name: x.zero_() if name.endswith("gate.scale") else x for name, x in tensors("stage1").items()}
+    save_file(closed, "closed/model.safetensors", metadata={"format": "pt"})
+    for folder, told in (("closed", True), ("stage1", False)):
+        options = f"--output_dir x --dataset_name text --mode stage2 --model {folder} --max_steps 1 {COMMON}".split()
+        for trainable in ("local_memories", "all"):
+            prepare([*options, "--trainable", trainable])
+            said = capsys.readouterr().out
+            assert (f"all gates of '{folder}' are closed" in said) is (told and trainable == "local_memories")
+
+
 def test_stage2_of_everything_is_a_choice(stage1):
     run("stage2_all", "--mode stage2 --model stage1 --local_chunk_sizes 2 --max_steps 2")
     assert moved("stage1", "stage2_all") == set(tensors("stage1"))

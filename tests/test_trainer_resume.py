@@ -144,13 +144,14 @@ def test_the_best_checkpoint_stays(tmp_path):
     assert len(checkpoints(tmp_path)) == 3
 
 
-def test_a_checkpoint_can_be_named(copy):
+def test_a_checkpoint_can_be_named(copy, capsys):
     first, last = checkpoints(copy)
     expected = (last / "model.safetensors").read_bytes()
     shutil.rmtree(last)
     state = {"digest": "abc", "shuffle": {"seed": 1}}
     again = trainer(copy, data_state=state, **SHORT)
     again.fit(resume=first)
+    assert f"going on from {first}\n" in capsys.readouterr().out
     assert (last / "model.safetensors").read_bytes() == expected
     (last / "optimizer.pt").unlink()
     with pytest.raises(ValueError, match="checkpoint-4'?: is no complete checkpoint, optimizer.pt is missing"):

@@ -62,7 +62,7 @@ class TNTMemoryUnit(nn.Module):
             "decay_target": config.memory_decay_target,
             "grad_bound": config.memory_grad_bound,
         }
-        self.implementation = config.memory_implementation
+        self.config = config
         self.weights = TNTInitialWeights(
             [nn.Parameter(torch.empty(H, *shape)) for shape in config.memory_weight_shapes]
         )
@@ -99,7 +99,7 @@ class TNTMemoryUnit(nn.Module):
         lr, momentum, decay = self.gates(hidden_states, lr_scale, q.dtype)
         weights, tokens = self.weights(), (q, k, v)
         memory = q.dtype, spec.read, weights, operands, momentum is not None
-        how = choose(FIELD, self.implementation, q.device, unsupported_scan, *memory)
+        how = choose(FIELD, self.config.memory_implementation, q.device, unsupported_scan, *memory)
         if how == "triton":
             tokens = (x.to(operands) for x in tokens)
         layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)
@@ -157,7 +157,7 @@ class TNTMemoryUnit(nn.Module):
         init = list(parameters.values()) if len(parameters) == len(state.weights) else list(self.weights)
         gates = self.gates(hidden_states, lr_scale, q.dtype)
         tokens = options, q, k, v, *gates, present
-        if choose(FIELD, self.implementation, q.device, unsupported_step, q.dtype, init) == "triton":
+        if choose(FIELD, self.config.memory_implementation, q.device, unsupported_step, q.dtype, init) == "triton":
             from .kernels_decode_tnt import token_step
 
             return token_step(state, init, net, *tokens)
@@ -194,7 +194,7 @@ class TNTMemory(nn.Module):
         self.shared = config.memory_projections == "shared"
         self.value_norm, self.head_dim = config.memory_value_norm, config.memory_head_dim
         # attributes of a config are slow to read, and these are fixed by the weights
-        self.feature_map, self.implementation = config.memory_feature_map, config.memory_implementation
+        self.feature_map = config.memory_feature_map
         self.projection_norm = config.qk_projection_norm
         self.net = Net(config.memory_activation, config.memory_residual, config.rms_norm_eps)
         self.options = {"decay_target": config.memory_decay_target, "grad_bound": config.memory_grad_bound}
@@ -271,7 +271,7 @@ class TNTMemory(nn.Module):
 
     def _steps_in_place(self, state: LayerState | None, dtype: torch.dtype) -> bool:
         """Whether one token may overwrite `state`: it is there, and nobody else can notice."""
-        if state is None or torch.is_grad_enabled() or self.implementation == "naive":
+        if state is None or torch.is_grad_enabled() or self.config.memory_implementation == "naive":
             return False
         for i in range(len(state.memories)):
             unit = self.memories._modules[str(i)]
@@ -330,7 +330,8 @@ class TNTMemory(nn.Module):
         queries, projections = {}, {}
         how = "chunk"
         if layout.intervals:
-            how = choose(FIELD, self.implementation, q.device, unsupported_projection, q.dtype, q.shape[-1])
+            value = self.config.memory_implementation
+            how = choose(FIELD, value, q.device, unsupported_projection, q.dtype, q.shape[-1])
         tokens = (q.to(operands), k.to(operands)) if how == "triton" else (q, k)
         for interval in layout.intervals:
             query, projections[interval] = project_queries(
