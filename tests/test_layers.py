@@ -109,8 +109,8 @@ def test_rows_may_lie_in_any_order_in_memory(order):
     torch.manual_seed(0)
     norm, back = TNTRMSNorm(8, 1e-6).double(), [order.index(i) for i in range(3)]
     x, d = (torch.randn(4, 3, 8, dtype=torch.float64).permute(order).contiguous().permute(back) for _ in range(2))
-    for x, f in itertools.product([x, x[:1].expand_as(x)], [norm, unit_vectors]):
-        ours, copies = (torch.autograd.grad(f(y), y, d) for y in (x.detach().requires_grad_(), leaf(x)))
+    for rows, f in itertools.product([x, x[:1].expand_as(x)], [norm, unit_vectors]):
+        ours, copies = (torch.autograd.grad(f(y), y, d) for y in (rows.detach().requires_grad_(), leaf(rows)))
         torch.testing.assert_close(ours, copies, rtol=0, atol=1e-14)  # sums in another order
 
 
