@@ -66,12 +66,13 @@ class _RunningProjection(torch.autograd.Function):
         ctx.save_for_backward(q, u, M)
         ctx.grid = counts, starts, groups
         out, M = _room(q, counts), M.clone()
-        for n, first in zip(counts, starts):
-            here = slice(first, first + n)
-            x, y = q[here], u[here]
-            pairs = _causal(torch.bmm(x, y.mT), groups)
-            torch.baddbmm(torch.bmm(pairs, y), x, M[:n], out=out[here])
-            M[:n].baddbmm_(y.mT, y)
+        with torch.inference_mode():  # where an operation costs less; autograd is given what was made outside
+            for n, first in zip(counts, starts):
+                here = slice(first, first + n)
+                x, y = q[here], u[here]
+                pairs = _causal(torch.bmm(x, y.mT), groups)
+                torch.bmm(x, M[:n], out=out[here]).baddbmm_(pairs, y)
+                M[:n].baddbmm_(y.mT, y)
         return out, M
 
     @staticmethod
@@ -83,19 +84,20 @@ class _RunningProjection(torch.autograd.Function):
 
 def _projection_gradients(q, u, M, counts, starts, groups, d_out, d_M):
     M, d_M, d_q, d_u = M.clone(), d_M.clone(), _room(q, counts), _room(u, counts)
-    before = []
-    for n, first in zip(counts, starts):
-        y = u[first : first + n]
-        before.append(M[:n].clone())
-        M[:n].baddbmm_(y.mT, y)
-    for n, first in zip(reversed(counts), reversed(starts)):
-        here = slice(first, first + n)
-        x, y, d = q[here], u[here], d_out[here]
-        d_pairs, pairs = (_causal(torch.bmm(z, y.mT), groups) for z in (d, x))
-        torch.baddbmm(torch.bmm(d_pairs, y), d, before.pop().mT, out=d_q[here])
-        both = torch.bmm(d_pairs.mT, x).baddbmm_(pairs.mT, d)
-        torch.baddbmm(both, y, d_M[:n] + d_M[:n].mT, out=d_u[here])
-        d_M[:n].baddbmm_(x.mT, d)
+    with torch.inference_mode():
+        before = []
+        for n, first in zip(counts, starts):
+            y = u[first : first + n]
+            before.append(M[:n].clone())
+            M[:n].baddbmm_(y.mT, y)
+        for n, first in zip(reversed(counts), reversed(starts)):
+            here = slice(first, first + n)
+            x, y, d = q[here], u[here], d_out[here]
+            d_pairs, pairs = (_causal(torch.bmm(z, y.mT), groups) for z in (d, x))
+            torch.bmm(d, before.pop().mT, out=d_q[here]).baddbmm_(d_pairs, y)
+            to_u = torch.bmm(y, d_M[:n] + d_M[:n].mT, out=d_u[here])
+            to_u.baddbmm_(d_pairs.mT, x).baddbmm_(pairs.mT, d)
+            d_M[:n].baddbmm_(x.mT, d)
     return d_q, d_u, d_M
 
 

@@ -81,36 +81,40 @@ def _gradients(ctx, d_o, d_final):
         kept[j] = [next(flat) for _ in range(L)], [next(flat) for _ in range(L)] if momentum else None
     tape = Tape(*parts, kept)
     _, xi, S0, target = layers(states, L)
-    made = (
-        torch.empty_like if sum(plan.counts) == len(qk) else torch.zeros_like
-    )  # blocks may pass over unused programs
+    # blocks may pass over unused programs
+    made = torch.empty_like if sum(plan.counts) == len(qk) else torch.zeros_like
     grad = [made(x) for x in (qk, offset)]
     grad += [x if x is None else torch.zeros_like(x) for x in coef]
     d_target = None if target is None else [torch.zeros_like(x) for x in target]
     d_ln = None if ln is None else [torch.zeros_like(x) for x in ln]
     back = Backward(plan, ctx.way, tape, xi, target, ln, layers(d_final, L, 3), grad, d_target, d_ln)
-    todo, run, room = blocks(plan, ctx.length), Running(None, None, None, None), {}
-    while todo:
-        begin = (todo[-1].steps[0] // ctx.stride) * ctx.stride
-        group = []
-        while todo and todo[-1].steps[0] >= begin:
-            block = todo.pop()
-            replayed = ctx.way == "replay"
-            group.append((block, rebuild(plan, block, tape, L, qk, offset, ln, coef) if replayed else None))
-        entries = replay(plan, tape, group, target, room) if ctx.way == "replay" else []
-        for block, built in group:
-            built = built or rebuild(plan, block, tape, L, qk, offset, ln, coef)
-            run = BlockBackward(back, block, built, d_o[block.here]).run(run, entries)
+    run = _through_blocks(back, ctx.length, ctx.stride, (qk, offset, ln, coef), d_o)
     none = [None] * L
-    d_S0 = none if S0 is None else run.d_S
+    d_states = (run.d_W, run.d_xi, none if S0 is None else run.d_S)
     return (
         *back.grad,
         *(back.d_ln or (None, None)),
-        *run.d_W,
-        *(run.d_xi or none),
-        *d_S0,
+        *(x if x is None else x.clone() for y in d_states for x in y or none),
         *(back.d_target or none),
     )
+
+
+@torch.inference_mode()  # where an operation costs less; autograd is given only what was made outside
+def _through_blocks(back: Backward, length: int, stride: int, inputs, d_o) -> Running:
+    """All blocks, from the last to the first. `inputs`: qk, offset, ln, coef."""
+    plan, tape, replayed, L = back.plan, back.tape, back.way == "replay", len(back.tape.key)
+    todo, run, room = blocks(plan, length), Running(None, None, None, None), {}
+    while todo:
+        begin = (todo[-1].steps[0] // stride) * stride
+        group = []
+        while todo and todo[-1].steps[0] >= begin:
+            block = todo.pop()
+            group.append((block, rebuild(plan, block, tape, L, *inputs) if replayed else None))
+        entries = replay(plan, tape, group, back.target, room) if replayed else []
+        for block, built in group:
+            built = built or rebuild(plan, block, tape, L, *inputs)
+            run = BlockBackward(back, block, built, d_o[block.here]).run(run, entries)
+    return run
 
 
 def layers(flat, L: int, kinds: int = 4) -> list[list[Tensor] | None]:
