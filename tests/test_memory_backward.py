@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from test_memory import assert_same, leaves, make_inputs, probe, run
 
-from tnt_hf import reverse_tnt
+from tnt_hf import projection_tnt, reverse_tnt
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 from tnt_hf.projection_tnt import project_queries, unit_vectors
 
@@ -27,6 +27,30 @@ def test_every_way_back_to_a_chunks_weights(monkeypatch, keep_ratio, block_eleme
         for op in (memory_naive, memory_chunkwise)
     )
     assert_same(torch.autograd.grad(probe(chunk), inputs), torch.autograd.grad(probe(naive), inputs))
+
+
+@pytest.mark.parametrize("read", ["current", "chunk_start"])
+@pytest.mark.parametrize("keep_ratio", [0, 1e9])
+def test_gradients_are_ordinary_tensors(monkeypatch, keep_ratio, read):
+    """The backwards work in inference mode; what they return may be kept, changed and differentiated by anyone."""
+    returned = []
+
+    def watch(module, name):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *x: returned.append(function(*x)) or returned[-1])
+
+    watch(reverse_tnt, "_gradients")
+    watch(projection_tnt, "_projection_gradients")
+    monkeypatch.setattr(reverse_tnt, "KEEP_RATIO", keep_ratio)
+    tensors, weights, gates = make_inputs(B=2, T=20, G=2, layernorm=True, momentum=True, decay=True)
+    settings = {"chunk_size": 4, "reset_interval": 8, "read": read, "output_final_state": True}
+    _, state = memory_chunkwise(*tensors, weights, **gates, **settings)
+    inputs = [x.requires_grad_() for x in (*leaves(tensors, weights, gates), *state.weights)]
+    q, M = project_queries(*tensors[:2], reset_interval=None, output_final_state=True)
+    result = memory_chunkwise(q, *tensors[1:], weights, **gates, **settings, initial_state=state)
+    torch.autograd.grad(probe(result) + M.sum(), inputs, allow_unused=True)
+    assert [sum(x is not None for x in found) for found in returned] == [18, 3]
+    assert not any(x.is_inference() for found in returned for x in found if x is not None)
 
 
 @pytest.mark.parametrize("momentum", [False, True])

@@ -201,28 +201,6 @@ def test_the_chunked_memory_equals_the_paper_text():
         close(*logits)
 
 
-@torch.no_grad()
-def test_the_implementation_can_be_changed_later():
-    """As `attn_implementation` can: the configuration is asked at every call, while decoding as well."""
-    model, naive, ids = tiny_model(), tiny_model(memory_implementation="naive"), tokens(2, 31)
-
-    def read_and_decode(model):
-        cache = TNTCache(model.config)
-        return torch.cat([model(ids[:, part], past_key_values=cache).logits for part in (slice(30), slice(30, 31))], 1)
-
-    chunk, expected = read_and_decode(model), read_and_decode(naive)
-    for part in (slice(30), slice(30, 31)):
-        assert not torch.equal(chunk[:, part], expected[:, part]), "equal to the bit: this test would see nothing"
-    model.config.memory_implementation = "naive"
-    assert torch.equal(read_and_decode(model), expected)
-    model.config.memory_implementation = "triton"
-    with pytest.raises(ValueError, match="memory_implementation='triton' cannot run here"):
-        model(ids)
-    model.config.memory_implementation = "fast"
-    with pytest.raises(ValueError, match="implementation must be one of .* got 'fast'"):
-        model(ids)
-
-
 # ------------------------------------------------------------------------------------------------------------ generate
 
 
