@@ -118,6 +118,34 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
 
 
+def test_rms_norm_of_what_was_made_in_inference_mode():
+    norm = TNTRMSNorm(8, 1e-6)
+    with torch.inference_mode():
+        x = torch.randn(4, 3, 8)
+    found, expected = (torch.autograd.grad(norm(y).square().sum(), norm.weight)[0] for y in (x, x.clone()))
+    torch.testing.assert_close(found, expected)
+
+
+def test_rms_norm_rounds_no_gradient_to_half_precision():
+    """Where `backward` is called inside autocast."""
+    torch.manual_seed(0)
+    norm, x = TNTRMSNorm(64, 1e-6), torch.randn(7, 64, requires_grad=True)
+    y = norm(x)
+    inputs, d = (x, norm.weight), torch.randn_like(y)
+    expected = torch.autograd.grad(y, inputs, d, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(y, inputs, d)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_layers_can_be_traced(tmp_path):
+    torch.manual_seed(0)
+    for layer, x in ((TNTRMSNorm(8, 1e-6), torch.randn(2, 5, 8)), (TNTCausalConv(6, 3), torch.randn(2, 6, 9))):
+        traced = torch.jit.trace(layer, x)
+        torch.jit.save(traced, tmp_path / "layer.pt")
+        torch.testing.assert_close(torch.jit.load(tmp_path / "layer.pt")(x), layer(x))
+
+
 def test_rms_norm_can_be_mapped_over_rows():
     norm, x = TNTRMSNorm(8, 1e-6), torch.randn(4, 3, 8)
     assert torch.equal(torch.vmap(norm)(x), norm(x))

@@ -67,7 +67,8 @@ class TNTCausalConv(nn.Conv1d):
 
     def forward(self, window: Tensor) -> Tensor:
         plain = window.dtype == self.weight.dtype and window.dtype.itemsize >= 4
-        if plain and window.is_cpu and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()):
+        unusual = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if plain and window.is_cpu and window.dim() == 3 and not unusual:
             return _Taps.apply(window.transpose(1, 2), self.weight).transpose(1, 2)
         return super().forward(window)
 

@@ -35,14 +35,15 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_y: Tensor, _):
-        x, weight, inverse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again
-            inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ctx.eps)
-        product = d_y * x
-        along = (product @ weight)[..., None] * inverse.pow(3) / -x.shape[-1]
-        d_x = (d_y * weight).mul_(inverse).addcmul_(x, along)
-        d_weight = product.reshape(-1, len(weight)).mT @ inverse.reshape(-1) if ctx.needs_input_grad[1] else None
-        return d_x, d_weight, None
+        with torch.autocast(d_y.device.type, enabled=False):  # unlike the forward, it may be called inside one
+            x, weight, inverse = ctx.saved_tensors
+            if torch.is_grad_enabled():  # to be differentiated again
+                inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ctx.eps)
+            product = d_y * x
+            along = (product @ weight)[..., None] * inverse.pow(3) / -x.shape[-1]
+            d_x = (d_y * weight).mul_(inverse).addcmul_(x, along)
+            d_weight = product.reshape(-1, len(weight)).mT @ inverse.reshape(-1) if ctx.needs_input_grad[1] else None
+            return d_x, d_weight, None
 
 
 class TNTRMSNorm(nn.Module):
@@ -56,7 +57,9 @@ class TNTRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         dtype = hidden_states.dtype
         rounds_once = dtype.itemsize >= 4 and dtype == self.weight.dtype
-        if rounds_once and hidden_states.is_cpu and not torch.compiler.is_compiling():
+        unusual = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        unusual |= hidden_states.is_inference() and torch.is_grad_enabled()  # these cannot be saved for a backward
+        if rounds_once and hidden_states.is_cpu and not unusual:
             # the same operations in one call, equal to the bit
             if torch.is_grad_enabled():
                 return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)[0]
