@@ -57,9 +57,14 @@ class TNTRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         dtype = hidden_states.dtype
         rounds_once = dtype.itemsize >= 4 and dtype == self.weight.dtype
-        unusual = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        unusual |= hidden_states.is_inference() and torch.is_grad_enabled()  # these cannot be saved for a backward
-        if rounds_once and hidden_states.is_cpu and not unusual:
+        usual = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        # what was made in inference mode cannot be saved for a backward
+        if (
+            rounds_once
+            and hidden_states.is_cpu
+            and usual
+            and not (torch.is_grad_enabled() and hidden_states.is_inference())
+        ):
             # the same operations in one call, equal to the bit
             if torch.is_grad_enabled():
                 return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)[0]
