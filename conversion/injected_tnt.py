@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from tnt_hf.branch_tnt import TNTMemory
 from tnt_hf.configuration_tnt import TNTConfig
-from tnt_hf.gate_tnt import wide
+from tnt_hf.precision_tnt import wide
 
 from .memory_tensors import WIDE, InitialValues
 

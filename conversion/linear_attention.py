@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tnt_hf.grid_tnt import document_starts
+from tnt_hf.precision_tnt import full_precision
 
 
 # rule -> does a write first erase what its key reads, and is `decay` required, possible or impossible
@@ -133,7 +134,7 @@ def linear_attention(
         raise ValueError(f"decay={_outside(alpha)!r}: every value must be in (0, 1]")
     out_dtype, restart = q.dtype, None if segment_ids is None else document_starts(segment_ids, mask)
     state = None if initial_state is None else initial_state.to(dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    with full_precision(q.device):
         q, k, v, beta = prepare(q) * scale, prepare(k), prepare(v), prepare(beta)
         if implementation == "fla":
             from .linear_kernels import run_kernels

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from tnt_hf.gate_tnt import TNTMixingWeight, wide
+from tnt_hf.gate_tnt import TNTMixingWeight
+from tnt_hf.precision_tnt import full_precision, wide
 
 from .architectures import Heads
 from .injected_cache import read_state, write_state
@@ -80,7 +81,7 @@ class LiZAMemory(TNTMixingWeight):
             `[B, T, Hq, K]` in the dtype of `attn_output`, and `attn_output` itself at w = 0.
         """
         config = self.config
-        with torch.autocast(query.device.type, enabled=False):
+        with full_precision(query.device):
             dtype = query.dtype if config.implementation == "fla" else wide(query.dtype)  # its kernels want half
             q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
             if self.writes > 1:

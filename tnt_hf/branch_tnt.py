@@ -11,7 +11,6 @@ Only valid tokens of one document meet: the convolution, the memory and its time
 packed document. This file travels with every pushed checkpoint.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from transformers.cache_utils import Cache
 from .configuration_tnt import MemorySpec, TNTConfig
 from .convolution_tnt import TNTCausalConv, convolve, convolve_token
 from .features_tnt import quadratic
-from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm, wide
+from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
 from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan, unsupported_step
 from .memory_tnt import MemoryState, memory_chunkwise
 from .network_tnt import Net
+from .precision_tnt import full_precision, wide
 from .projection_tnt import project_queries, unit_vectors
 from .state_tnt import LayerState, StateLayout
 from .step_tnt import Clock, memory_step, project_step
@@ -252,7 +252,7 @@ class TNTMemory(nn.Module):
             (q, k, v), conv = convolve(convs, (q, k, v), self.taps, tail, mask, segment_ids)
 
         operands = q.dtype if q.dtype == torch.bfloat16 else dtype
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        with full_precision(hidden_states.device):
             q, k, v = (x.to(dtype).unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
             if self.feature_map == "silu":
                 q, k = F.silu(q), F.silu(k)
@@ -292,8 +292,7 @@ class TNTMemory(nn.Module):
             state.conv.copy_(tail)
         else:
             x = torch.cat(shared, -1)
-        device = hidden_states.device.type
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        with full_precision(hidden_states.device):
             x = x.to(wide(x.dtype)).view(len(x), -1, D)  # the heads of q, k and v, made here, so overwritten here
             keys = x[:, :-H]
             if self.feature_map == "silu":

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .configuration_tnt import TNTConfig
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half precision, float64 stays."""
-    return torch.promote_types(dtype, torch.float32)
+from .precision_tnt import full_precision, wide
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -35,7 +31,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_y: Tensor, _):
-        with torch.autocast(d_y.device.type, enabled=False):  # unlike the forward, it may be called inside one
+        with full_precision(d_y.device):  # unlike the forward, it may be called inside one
             x, weight, inverse = ctx.saved_tensors
             if torch.is_grad_enabled():  # to be differentiated again
                 inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ctx.eps)

@@ -29,6 +29,7 @@ from .grid_tnt import batch_documents, batch_grid, dense_grid
 from .inputs_tnt import check_bound, check_flag, check_inputs, check_positive
 from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan
 from .network_tnt import Net
+from .precision_tnt import full_precision
 from .projection_tnt import project_queries
 from .reverse_tnt import ChunkScan
 from .scan_tnt import Plan, offsets, scan
@@ -260,7 +261,7 @@ def memory_chunkwise(
     )
     by_token = implementation == "naive" or (q.shape[1] == 1 and state is not None and segment_ids is None)
     options["quadratic"] = feature_map == "quadratic" and not options["triton"] and query_projection == "none"
-    with torch.autocast(q.device.type, enabled=False):
+    with full_precision(q.device):
         run, given = _run_tokens if by_token else _run_chunks, q.dtype
         if feature_map == "quadratic" and (by_token or not options["quadratic"]):
             q, k = quadratic(cast(q)), quadratic(cast(k))

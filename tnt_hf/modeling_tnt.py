@@ -44,8 +44,9 @@ from .cache_tnt import TNTCache
 from .configuration_tnt import LAYER_TYPES, TNTConfig
 from .continuation_tnt import EndedRows, NotingCriteria, check_cache, check_continuation, check_mask
 from .convolution_tnt import TNTCausalConv
-from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm, wide
+from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
 from .masks_tnt import build_masks, default_positions, document_ids
+from .precision_tnt import wide
 from .state_tnt import StateLayout, one_token_clock
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from .grid_tnt import batch_grid, dense_grid
 from .inputs_tnt import check_flag, check_positive, check_projection_state, check_rows, check_tensor
 from .kernels_choice_tnt import choose, unsupported_projection
+from .precision_tnt import full_precision
 
 
 IMPLEMENTATIONS = ("chunk", "triton", "auto")
@@ -78,7 +79,7 @@ class _RunningProjection(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, d_M):
-        with torch.autocast(d_out.device.type, enabled=False):  # unlike the forward, it may be called inside one
+        with full_precision(d_out.device):  # unlike the forward, it may be called inside one
             return None, None, None, *_projection_gradients(*ctx.saved_tensors, *ctx.grid, d_out, d_M)
 
 
@@ -167,7 +168,7 @@ def project_queries(
     else:
         projection = _RunningProjection
     rest = dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state
-    with torch.autocast(q.device.type, enabled=False):
+    with full_precision(q.device):
         if q.shape[1] == 1 and initial_state is not None and segment_ids is None:
             return _project_one(q, k, *rest)
         return _project_many(projection, q, k, unit_keys, *rest)
