@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "blocked_causal"
 BLOCK = 64  # queries; the fastest of 32, 64 and 128 here
+ELEMENTS = 1 << 17  # of a step's scores, over some heads: they stay in the cache
 
 
 @lru_cache
@@ -36,46 +37,54 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, window):
-        out, kept, keeps = torch.empty_like(v), [], window is not None and any(ctx.needs_input_grad)
-        for rows, keys in _Blocks.blocks(q.shape[1], window):
-            probabilities = _Blocks.probabilities(q, k, rows, keys, window)
-            out[:, rows] = torch.bmm(probabilities.to(v.dtype), v[:, keys])
-            if keeps:
-                kept.append(probabilities)
+        out, steps, kept = torch.empty_like(v), list(_Blocks.steps(*q.shape[:2], window)), []
+        if window is not None and any(ctx.needs_input_grad):
+            kept = [q.new_empty(*q[here].shape[:2], k[there].shape[1]) for here, there in steps]
+        # in inference mode an operation costs less; autograd is given what was made outside
+        with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
+            for (here, there), p in zip(steps, kept or [None] * len(steps)):
+                p = _Blocks.probabilities(q, k, here, there, window, p)
+                torch.bmm(p, v[there], out=out[here])
         ctx.save_for_backward(q, k, v, *kept)
         ctx.window = window
         return out
 
     @staticmethod
-    def blocks(T, window):
-        """Of every block: which queries, which keys."""
-        for start in range(0, T, BLOCK):
-            stop = min(start + BLOCK, T)
-            yield slice(start, stop), slice(0 if window is None else max(0, start - window + 1), stop)
+    def steps(N, T, window):
+        """Of every step: which heads and queries, and which heads and keys. A window's keys begin at a multiple of
+        `BLOCK` if its width is one, a token before the first one seen: products of odd sides take longer."""
+        heads = max(1, ELEMENTS // (BLOCK * (T if window is None else min(T, window + BLOCK))))
+        for head in range(0, N, heads):
+            these = slice(head, min(head + heads, N))
+            for start in range(0, T, BLOCK):
+                stop, first = min(start + BLOCK, T), 0 if window is None else max(0, start - window)
+                yield (these, slice(start, stop)), (these, slice(first, stop))
 
     @staticmethod
-    def probabilities(q, k, rows, keys, window):
+    def probabilities(q, k, here, there, window, out=None):
+        (_, rows), (_, keys) = here, there
         queries, count = rows.stop - rows.start, keys.stop - keys.start
-        scores = torch.bmm(q[:, rows], k[:, keys].mT)
+        scores = torch.bmm(q[here], k[there].mT)
         bias = _bias(queries, count, window, scores.dtype, q.device)
         scores[..., -queries:] += bias[:, -queries:]  # what lies ahead
         if window is not None and rows.stop - window > keys.start:  # what the last queries no longer see
             scores[..., : rows.stop - window - keys.start] += bias[:, : rows.stop - window - keys.start]
-        return torch.softmax(scores, -1)
+        return torch.softmax(scores, -1, out=out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
         q, k, v, *kept = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for i, (rows, keys) in enumerate(_Blocks.blocks(q.shape[1], ctx.window)):
-            p = kept[i] if kept else _Blocks.probabilities(q, k, rows, keys, ctx.window)
-            d = d_out[:, rows]
-            d_v[:, keys].baddbmm_(p.to(v.dtype).mT, d)
-            d_p = torch.bmm(d, v[:, keys].mT).to(p.dtype)
-            d_scores = torch.ops.aten._softmax_backward_data(d_p, p, -1, p.dtype).to(q.dtype)
-            d_q[:, rows] = torch.bmm(d_scores, k[:, keys])
-            d_k[:, keys].baddbmm_(d_scores.mT, q[:, rows])
+        with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
+            for i, (here, there) in enumerate(_Blocks.steps(*q.shape[:2], ctx.window)):
+                p = kept[i] if kept else _Blocks.probabilities(q, k, here, there, ctx.window)
+                d = d_out[here]
+                d_v[there].baddbmm_(p.mT, d)
+                d_scores = torch.bmm(d, v[there].mT)  # of p as yet
+                torch._softmax_backward_data(d_scores, p, -1, p.dtype, grad_input=d_scores)
+                torch.bmm(d_scores, k[there], out=d_q[here])
+                d_k[there].baddbmm_(d_scores.mT, q[here])
         return d_q, d_k, d_v, None
 
 
@@ -103,7 +112,9 @@ def blocked_causal_attention(
     Raises:
         ValueError: a mask, dropout, or keys of earlier calls.
     """
-    B, H, T, D = query.shape
+    device, (B, H, T, D) = query.device.type, query.shape
+    if torch.is_autocast_enabled(device):  # which knows the library's kernel, and rounds its inputs
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     for name, value_, allowed in (("attention_mask", attention_mask, None), ("dropout", dropout, 0.0)):
         if value_ is not allowed and value_ != allowed:
             raise ValueError(f"{name}={value_!r}: attn_implementation={NAME!r} is for whole rows only.")
