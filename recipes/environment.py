@@ -29,7 +29,8 @@ def environment(packages: tuple[str, ...] = ()) -> dict:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "platform": platform.system(),
         "python": platform.python_version(),
-        "versions": {name: found for name in (*PACKAGES, *packages) if (found := _version(name))},
+        # torch's own word, which names the build
+        "versions": {n: v for n in (*PACKAGES, *packages) if (v := _version(n))} | {"torch": str(torch.__version__)},
         "commit": tracked and _git("rev-parse", "HEAD"),
         "uncommitted_changes": None if status is None else bool(status),
         "source_sha256": _source_digest(),

@@ -245,11 +245,17 @@ def grown_behind_our_back(model):
     return cache
 
 
+def offloading(model):
+    cache = DynamicCache(config=model.config)
+    cache.offloading = True  # asked for when it is made, it wants a GPU
+    return cache
+
+
 BAD_CACHES = {
     "no Cache": (lambda model: [(torch.zeros(1), torch.zeros(1))], "list is no Cache"),
     "static": (lambda model: StaticCache(model.config, max_cache_len=16), "StaticCache keeps no memory state"),
     "two": (lambda model: EncoderDecoderCache(DynamicCache(), DynamicCache()), "EncoderDecoderCache keeps no"),
-    "offloaded": (lambda model: DynamicCache(config=model.config, offloading=True), "offloading=True"),
+    "offloaded": (offloading, "offloading=True"),
     "TNT": (lambda model: TNTCache(TNTConfig(num_hidden_layers=2, sliding_window=None)), "layer 0 is a TNTFullLayer"),
     "layers": (lambda model: DynamicCache(config=tiny_host("llama", num_hidden_layers=3).config), "has 3 layers"),
     "source": (filled_by_the_source, "holds 5 tokens, but no memory of them"),

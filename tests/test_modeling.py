@@ -268,6 +268,8 @@ def cache_length(cache) -> int:
 
 def test_refused_generation():
     model, ids = tiny_model(), tokens(1, 6)
+    offloading = DynamicCache(config=model.config)
+    offloading.offloading = True  # asked for when it is made, it wants a GPU
     refused = [
         ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
         ({"assistant_model": tiny_model()}, "assisted generation"),
@@ -275,7 +277,7 @@ def test_refused_generation():
         ({"cache_implementation": "offloaded_static"}, "offloaded_static"),
         ({"cache_implementation": "quantized"}, "quantized"),
         ({"past_key_values": DynamicCache()}, "without config"),
-        ({"past_key_values": DynamicCache(config=model.config, offloading=True)}, "offloading"),
+        ({"past_key_values": offloading}, "offloading"),
         ({"past_key_values": TNTCache(tiny_config(num_hidden_layers=3))}, "filled with 3, the model has 2"),
     ]
     for kwargs, message in refused:
