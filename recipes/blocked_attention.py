@@ -7,6 +7,7 @@ padding, packing or a cache, as in training and evaluation on windows of equal l
 Axis legend: B batch   T tokens   H query heads   K key/value heads   D head width   W tokens of the window
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +31,11 @@ def _bias(queries: int, keys: int, window: int | None, dtype: torch.dtype, devic
     return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
 
 
+def _inference() -> AbstractContextManager:
+    """Where an operation costs less; autograd is given what was made outside. The compiler knows no such place."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode()
+
+
 class _Blocks(torch.autograd.Function):
     """softmax(q k^T + bias) v block by block, q, k, v `[B H, T, D]`. By hand because autograd's gradient of a slice is
     as long as the row, of every block. Memory is linear in T: a window's probabilities are kept for the backward, full
@@ -40,11 +46,10 @@ class _Blocks(torch.autograd.Function):
         out, steps, kept = torch.empty_like(v), list(_Blocks.steps(*q.shape[:2], window)), []
         if window is not None and any(ctx.needs_input_grad):
             kept = [q.new_empty(*q[here].shape[:2], k[there].shape[1]) for here, there in steps]
-        # in inference mode an operation costs less; autograd is given what was made outside
-        with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
+        with _inference(), torch.autocast(q.device.type, enabled=False):
             for (here, there), p in zip(steps, kept or [None] * len(steps)):
                 p = _Blocks.probabilities(q, k, here, there, window, p)
-                torch.bmm(p, v[there], out=out[here])
+                out[here] = torch.bmm(p, v[there])
         ctx.save_for_backward(q, k, v, *kept)
         ctx.window = window
         return out
@@ -76,14 +81,14 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx, d_out):
         q, k, v, *kept = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
+        with _inference(), torch.autocast(q.device.type, enabled=False):
             for i, (here, there) in enumerate(_Blocks.steps(*q.shape[:2], ctx.window)):
                 p = kept[i] if kept else _Blocks.probabilities(q, k, here, there, ctx.window)
                 d = d_out[here]
                 d_v[there].baddbmm_(p.mT, d)
                 d_scores = torch.bmm(d, v[there].mT)  # of p as yet
                 torch._softmax_backward_data(d_scores, p, -1, p.dtype, grad_input=d_scores)
-                torch.bmm(d_scores, k[there], out=d_q[here])
+                d_q[here] = torch.bmm(d_scores, k[there])
                 d_k[there].baddbmm_(d_scores.mT, q[here])
         return d_q, d_k, d_v, None
 

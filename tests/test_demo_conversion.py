@@ -76,6 +76,19 @@ def test_attention_in_blocks_is_the_librarys(length, window):
     assert torch.allclose(found, wanted, atol=1e-12) and all(torch.allclose(*pair, atol=1e-12) for pair in pairs)
 
 
+@pytest.mark.parametrize("window", [None, 7])
+def test_attention_in_blocks_can_be_compiled(window):
+    q, k, v = (torch.randn(1, 2, 80, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def gradients(attend):
+        found = attend(None, q, k, v, None, sliding_window=window)[0]
+        return found, *torch.autograd.grad(found.square().sum(), (q, k, v))
+
+    attend = blocked_attention.blocked_causal_attention
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(compiled), gradients(attend))
+
+
 def test_attention_in_blocks_refuses_what_it_would_ignore():
     model = teacher()
     model.set_attn_implementation(blocked_attention.register())

@@ -195,3 +195,22 @@ def test_keys_of_unit_length_need_no_second_division(reset_interval):
     assert_same([found, *dx], [wanted, *want_dx], 1e-12)
     with pytest.raises(ValueError, match="unit_keys"):
         project_queries(q, x, reset_interval=None, unit_keys=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_autograd_calls_the_backward_as_it_is():
+    tensors, weights, options = make_inputs(B=2, T=40)
+    inputs = [x.requires_grad_() for x in leaves(tensors, weights, options)]
+
+    def step():
+        o = run(memory_chunkwise, tensors, weights, options, chunk_size=4, reset_interval=16, query_projection="shard")
+        probe(o).backward()
+
+    gradients = []
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        for call in (step, torch.compile(step, backend="aot_eager")):
+            call()
+            gradients.append([x.grad for x in inputs])
+            for x in inputs:
+                x.grad = None
+    assert_same(*gradients)

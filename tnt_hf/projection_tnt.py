@@ -83,6 +83,7 @@ class _RunningProjection(torch.autograd.Function):
             return None, None, None, *_projection_gradients(*ctx.saved_tensors, *ctx.grid, d_out, d_M)
 
 
+@torch.compiler.disable  # of compiled autograd
 def _projection_gradients(q, u, M, counts, starts, groups, d_out, d_M):
     M, d_M, d_q, d_u = M.clone(), d_M.clone(), _room(q, counts), _room(u, counts)
     with torch.inference_mode():

@@ -69,6 +69,7 @@ class ChunkScan(torch.autograd.Function):
             return None, None, *_gradients(ctx, d_o, d_final)
 
 
+@torch.compiler.disable  # of compiled autograd
 @without_denormals
 def _gradients(ctx, d_o, d_final):
     """Of all that `ChunkScan` was given but the plan and the depth."""
