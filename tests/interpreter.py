@@ -1,9 +1,11 @@
 """The kernels' cases run in a process of their own: Triton's interpreter, which executes kernels on the CPU, has to be
-chosen before Triton is imported. In such a file the functions called `case_...` are the tests of that process."""
+chosen before Triton is imported, and so has the emulated GPU (`ptx_device`), which executes what they are compiled to.
+In such a file the functions called `case_...` are the tests of that process."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +17,18 @@ from torch import Tensor
 TOLERANCE = 1e-6
 
 
-def run_cases(path: str, marks: str) -> None:
-    """All `case_*` of a file with these marks, in the interpreter."""
+def run_cases(path: str, marks: str, capability: int | None = None) -> None:
+    """All `case_*` of a file with these marks, in the interpreter or on an emulated GPU."""
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TRITON_"))}
     command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-o", "python_functions=case_*", path]
     command += ["-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**environment, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    if capability is None:
+        environment["TRITON_INTERPRET"] = "1"
+    else:
+        command += ["-p", "ptx_device"]
+        environment |= {"TNT_PTX": str(capability), "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
 
 

@@ -2,9 +2,12 @@
 
 The reference is the token-by-token form in float64, on the same rounded numbers. Errors, relative or against 1 where
 a tensor is smaller, stay below 1e-6: float32 rounds at 6e-8, and sums over a chunk and its products cost a few of
-those; a wrong term is at 1e-3 or beyond. A LayerNorm comes with a gradient bound or few tokens: without, the
-recurrence multiplies float32's rounding by more than that in any form.
+those; a wrong term is at 1e-3 or beyond. Compiled, a product is three of tf32, exact to 5e-7: below 2e-6.
+A LayerNorm comes with a gradient bound or few tokens: without, the recurrence multiplies float32's rounding by more
+than that in any form.
 """
+
+import os
 
 import pytest
 import torch
@@ -17,7 +20,8 @@ from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 
 pytest.importorskip("triton")
 
-CLOSE = 1e-6
+COMPILED = "TNT_PTX" in os.environ
+CLOSE = 2e-6 if COMPILED else 1e-6
 
 
 def cast(x, dtype):
@@ -125,6 +129,7 @@ def case_wider_heads(width):
     assert_is_naive(inputs, {"chunk_size": 16, "reset_interval": 32, "residual": True})
 
 
+@pytest.mark.skipif(COMPILED, reason="compiled kernels multiply bfloat16 themselves: test_kernels_compiled.py")
 def case_bfloat16_operands(monkeypatch):
     """What a GPU makes of bfloat16: operands rounded, sums and state in float32. The interpreter cannot multiply
     bfloat16, so its operands are rounded here. 2^-9 per operand, through a recurrence of 8 chunks: 1e-2 of the

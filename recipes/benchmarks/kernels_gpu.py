@@ -8,7 +8,9 @@ are of the norm: a gradient has a jump where a limit on it begins to bind, so si
 case beyond its limit is reported with its error and not timed, one that cannot run with its message, and all results
 so far are in the file after every case. Times are CUDA events around the forward and around forward + backward,
 implementations taking turns; in bfloat16 the torch form computes in float32. Without a CUDA device every case says
-"not measured".
+"not measured". Errors alone can be had without one, of the compiled kernels on an emulated GPU:
+
+    python tests/ptx_device.py 90 tnt_hf.recipes.benchmarks.kernels_gpu --heads 1 --out kernels_ptx.json
 """
 
 import argparse
@@ -167,6 +169,19 @@ def seconds(case: dict, args, dtype: torch.dtype) -> dict:
     return {name: {what: spread(x, 6) for what, x in of.items()} for name, of in times.items()}
 
 
+def run_by(device: str) -> str:
+    """Who runs kernels here: Triton's interpreter, or its driver for which GPU."""
+    if device == "cpu" and not INTERPRETED:
+        return NOT_MEASURED
+    from triton.knobs import runtime
+    from triton.runtime import driver
+
+    if runtime.interpret:
+        return "triton.runtime.interpreter"
+    who = type(driver.active)
+    return f"{who.__module__}.{who.__name__}, sm_{driver.active.get_current_target().arch}"
+
+
 def measure(name: str, kind: str, args) -> dict | str:
     """One entry of the report."""
     if args.device == "cpu" and not INTERPRETED:
@@ -195,7 +210,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"environment": environment(args.seed), "arguments": {**vars(args), "out": args.out.name}, "cases": {}}
+    report = {"environment": environment(args.seed), "arguments": {**vars(args), "out": args.out.name}}
+    report |= {"run_by": run_by(args.device), "cases": {}}
     for name in tqdm(args.cases.split(","), unit="case"):
         report["cases"][name] = {
             kind: measure(name, kind, args) for kind in (LIMITS if name != MODEL else ["float32"])
