@@ -123,7 +123,8 @@ def install(capability: int) -> EmulatedDriver:
 
     driver = EmulatedDriver(capability)
     triton.runtime.driver.set_active(driver)
-    kernels_parts_tnt.INTERPRETED = True
+    for module in (kernels_parts_tnt, kernels_choice_tnt):
+        module.unavailable = lambda device: None
     for module in (kernels_parts_tnt, kernels_choice_tnt, kernels_global_tnt, kernels_tnt):
         module.shared_memory = lambda device: driver.shared_bytes
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is filled with NaN

@@ -64,6 +64,8 @@ def test_what_the_kernels_cover():
         ("current", 99, torch.bfloat16, True, (128, 128), False),  # 131,072
         ("current", 99, torch.bfloat16, False, (128, 128), True),  # 73,728
         ("current", 99, torch.bfloat16, True, (64, 64, 64), True),  # 36,864
+        ("current", 99, torch.float32, False, (32, 256, 32), False),  # 131,072
+        ("current", 99, torch.bfloat16, False, (32, 256, 32), True),  # 65,536
         ("chunk_start", 227, torch.bfloat16, False, (64, 128, 64), True),  # 147,584
         ("chunk_start", 227, torch.bfloat16, True, (128, 128), True),  # 213,248
         ("chunk_start", 163, torch.bfloat16, True, (128, 128), False),  # 213,248

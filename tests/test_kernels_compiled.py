@@ -65,6 +65,10 @@ EVERY = [(name, kind) for name in kernels_gpu.CASES for kind in kernels_gpu.LIMI
 def case_of_the_script_for_a_gpu(name, kind, request):
     """Three chunks of 64 tokens, or shards of that: the global memory's tiles are as large as they get."""
     before = request.config.driver.instructions.total()
+    if (name, kind, request.config.driver.capability) == ("global momentum forgetting", "float32", 80):
+        with pytest.raises(ValueError, match="on this GPU"):
+            checked(name, torch.float32, tokens=192)
+        return
     found = checked(name, getattr(torch, kind), tokens=192)
     assert all(error <= limit for error, limit in zip(found, kernels_gpu.LIMITS[kind], strict=True)), found
     assert request.config.driver.instructions.total() > before

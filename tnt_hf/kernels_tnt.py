@@ -84,6 +84,8 @@ class Shape(NamedTuple):
         wgmma = shared_memory(device) >= SM_90  # its operands need no registers
         stages = 2 if self.floats <= 4 * 64 * 64 and wgmma else 1
         options = {"num_warps": 2 if small else 4 if light else 8, "num_stages": stages}
+        if reverse and self.momentum and not half and not wgmma:
+            options |= {"ptx_options": "-O1"}  # ptxas took 5 to 11 minutes, now one, for a sixth more spills
         return options if half and wgmma and not small else options | {"maxnreg": REGISTERS}
 
 

@@ -28,6 +28,7 @@ from .features_tnt import FEATURE_MAPS, Ring, feature_width, quadratic
 from .grid_tnt import batch_documents, batch_grid, dense_grid
 from .inputs_tnt import check_bound, check_flag, check_inputs, check_positive
 from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan
+from .kernels_parts_tnt import INTERPRETED
 from .network_tnt import Net
 from .precision_tnt import full_precision
 from .projection_tnt import project_queries
@@ -247,7 +248,7 @@ def memory_chunkwise(
         "triton": implementation == "triton",
         "projection": projection,
     }
-    tokens = operands if implementation == "triton" and q.is_cuda else dtype  # the interpreter is wrong for bfloat16
+    tokens = operands if implementation == "triton" and not INTERPRETED else dtype  # it is wrong for bfloat16
 
     def cast(x):
         return None if x is None else x.to(dtype)

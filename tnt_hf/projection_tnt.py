@@ -15,6 +15,7 @@ from torch import Tensor
 from .grid_tnt import batch_grid, dense_grid
 from .inputs_tnt import check_flag, check_positive, check_projection_state, check_rows, check_tensor
 from .kernels_choice_tnt import choose, unsupported_projection
+from .kernels_parts_tnt import INTERPRETED
 from .precision_tnt import full_precision
 
 
@@ -201,8 +202,8 @@ def _project_many(
         grid = dense_grid(B, T, C, interval, q.device)
     else:
         grid = batch_grid(q, mask, segment_ids, time, C, interval, align=False)
-    # the interpreter is wrong for bfloat16
-    operand = q.dtype if projection is not _RunningProjection and q.is_cuda else dtype
+    # Triton's interpreter is wrong for bfloat16
+    operand = q.dtype if projection is not _RunningProjection and not INTERPRETED else dtype
     x = grid.gather_rows(q.to(operand).unflatten(2, (H, -1)))
     u = grid.gather(k).to(dtype)
     u = (u if unit_keys else unit_vectors(u)).flatten(0, 1).to(operand)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
-from tnt_hf.kernels_parts_tnt import INTERPRETED
+from tnt_hf.kernels_parts_tnt import unavailable
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 from tnt_hf.recipes.benchmarks.measure import environment, spread
 
@@ -171,7 +171,7 @@ def seconds(case: dict, args, dtype: torch.dtype) -> dict:
 
 def run_by(device: str) -> str:
     """Who runs kernels here: Triton's interpreter, or its driver for which GPU."""
-    if device == "cpu" and not INTERPRETED:
+    if unavailable(torch.device(device)):
         return NOT_MEASURED
     from triton.knobs import runtime
     from triton.runtime import driver
@@ -184,7 +184,7 @@ def run_by(device: str) -> str:
 
 def measure(name: str, kind: str, args) -> dict | str:
     """One entry of the report."""
-    if args.device == "cpu" and not INTERPRETED:
+    if unavailable(torch.device(args.device)):
         return NOT_MEASURED
     try:
         if name == MODEL:
