@@ -32,7 +32,7 @@ from tnt_hf.network_tnt import Net
 
 FIGURES = Path(__file__).with_name("kernel_figures.json")
 TARGET = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = {90: SM_90, 80: 163 << 10}  # of one program
+SHARED_BYTES = {80: 163 << 10, 90: SM_90, 100: SM_90}  # of one program
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -90,7 +90,8 @@ def local(
         types |= dict.fromkeys(("bound", "eps"), "fp32")
         constants = {**shape.constants, **dict.fromkeys(absent)}
         room = SHARED_BYTES[target.arch]
-        with patch.object(kernels_tnt, "shared_memory", lambda device: room):
+        generation = patch.object(kernels_tnt, "generation", lambda device: target.arch // 10)
+        with generation, patch.object(kernels_tnt, "shared_memory", lambda device: room):
             options = shape.launch(kernel is reverse_kernel, torch.device("cuda"))
         return measure(kernel, types, constants, options, target)
 
@@ -126,6 +127,7 @@ ROWS: dict[str, Callable[[], dict]] = {
     **both("C=16 m=1 width 128", width=128),
     **both("C=16 m=1 width 32 float32", width=32, operands=torch.float32),
     **both("C=16 m=1 on sm_80", target=GPUTarget("cuda", 80, 32)),
+    **both("C=64 m=1 momentum on sm_100", chunk_size=64, momentum=True, target=GPUTarget("cuda", 100, 32)),
     **{name: partial(measure, *row) for name, row in kernel_rows.ROWS.items()},
 }
 

@@ -125,8 +125,10 @@ def install(capability: int) -> EmulatedDriver:
     triton.runtime.driver.set_active(driver)
     for module in (kernels_parts_tnt, kernels_choice_tnt):
         module.unavailable = lambda device: None
-    for module in (kernels_parts_tnt, kernels_choice_tnt, kernels_global_tnt, kernels_tnt):
+    for module in (kernels_parts_tnt, kernels_choice_tnt, kernels_tnt):
         module.shared_memory = lambda device: driver.shared_bytes
+    for module in (kernels_parts_tnt, kernels_choice_tnt, kernels_global_tnt, kernels_tnt):
+        module.generation = lambda device: capability // 10
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is filled with NaN
     return driver
 

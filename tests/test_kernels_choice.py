@@ -80,6 +80,26 @@ def test_a_memory_has_to_fit_into_shared_memory(monkeypatch, read, kilobytes, op
     assert (reason is None) == fits and (fits or "on this GPU" in reason)
 
 
+@pytest.mark.parametrize(
+    "operands, momentum, widths, fits",
+    [  # compiled for sm_100: columns of tensor memory of the backward kernel, of which there are 512
+        (torch.bfloat16, True, (64, 64, 64), True),  # 512
+        (torch.bfloat16, False, (64, 128, 64), True),  # 512
+        (torch.bfloat16, True, (64, 128, 64), False),  # 576
+        (torch.bfloat16, False, (128, 128, 128), False),  # 576
+        (torch.float32, False, (64, 64, 64), True),  # 512
+        (torch.float32, True, (64, 64, 64), False),  # 640
+    ],
+)
+def test_a_memory_has_to_fit_into_tensor_memory(monkeypatch, operands, momentum, widths, fits):
+    memory = CUDA, torch.float32, "current", weights_of(*widths), operands, momentum
+    monkeypatch.setattr(kernels_choice_tnt, "generation", lambda device: 10)
+    reason = unsupported_scan(*memory)
+    assert (reason is None) == fits and (fits or "tensor memory" in reason)
+    monkeypatch.setattr(kernels_choice_tnt, "generation", lambda device: 9)
+    assert unsupported_scan(*memory) is None
+
+
 def test_the_projection_has_its_reasons():
     assert unsupported_projection(CUDA, torch.float32, 64) is None
     assert "width 24" in unsupported_projection(CUDA, torch.float32, 24)

@@ -13,10 +13,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .kernels_parts_tnt import SM_90, WIDTHS, shared_memory, unavailable
+from .kernels_parts_tnt import SM_90, WIDTHS, generation, shared_memory, unavailable
 
 
 STATE_FLOATS = 2 * 64 * 256  # of W: what does not stay in registers is spilled, and beyond this does not compile
+# Of W and S, float32 operands twice, where tensor cores have a memory of their own (sm_100): what was compiled with so
+# many fits in, and some with twice as many do not.
+TENSOR_MEMORY_FLOATS = 1 << 14
 
 
 @cache
@@ -53,6 +56,9 @@ def unsupported_scan(
     if read == "current":
         if floats > STATE_FLOATS:
             return f"a head's weights are {floats} numbers, and the kernels hold {STATE_FLOATS}"
+        state = floats * (2 if momentum else 1) * (2 if operands == torch.float32 else 1)
+        if generation(device) in (10, 11) and state > TENSOR_MEMORY_FLOATS:
+            return f"a head's state takes {state} numbers of tensor memory, and the kernels use {TENSOR_MEMORY_FLOATS}"
         # measured, rounded up: backward stages weights, gradients and those of a momentum, wgmma's operands in place
         light = operands == torch.bfloat16 and room >= SM_90
         need = (5 if not momentum else 6 if light else 9) * floats

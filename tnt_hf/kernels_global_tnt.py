@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
-from .kernels_parts_tnt import REGISTERS, SM_90, operand, rows_of_tile, shared_memory
+from .kernels_parts_tnt import REGISTERS, generation, operand, rows_of_tile
 
 
 PROGRAMS = 264  # to be had by splitting chunks, where there are fewer: two for every processor of an H200
@@ -202,7 +202,7 @@ class _Chunks:
             "RESIDUAL": plan.net.residual, "NORM": norm is not None, "DT": operand(q.dtype),
         }  # fmt: skip
         all_registers = {"num_warps": 8, "maxnreg": REGISTERS}
-        self.launch = {"num_warps": 8} if shared_memory(q.device) >= SM_90 else all_registers
+        self.launch = {"num_warps": 8} if generation(q.device) == 9 else all_registers
         # without tensor cores, in float32, it needs every one of them everywhere
         self.launch_write_reverse = self.launch if q.dtype == torch.bfloat16 else all_registers
         self.gates = {"MOMENTUM": ends.s is not None, "BOUND": plan.bound is not None}

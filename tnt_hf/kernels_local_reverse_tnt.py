@@ -290,8 +290,9 @@ def reverse_kernel(
             begins = j % R == 0
             if x is not None:
                 begins = begins & (j > 0)
-            d_W1, d_W2 = d_W1 + tl.where(begins, h_X1, 0.0), d_W2 + tl.where(begins, h_X2, 0.0)
-            d_X1, d_X2 = tl.where(begins, 0.0, h_X1), tl.where(begins, 0.0, h_X2)
+            first_one = begins.to(tl.float32)  # a factor: Triton 3.9 cannot choose between sums on sm_100
+            d_W1, d_W2 = d_W1 + first_one * h_X1, d_W2 + first_one * h_X2
+            d_X1, d_X2 = (1.0 - first_one) * h_X1, (1.0 - first_one) * h_X2
         else:
             d_W1, d_W2 = h_X1, h_X2
             if d_x_end is not None:

@@ -55,6 +55,15 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
+@cache
+def generation(device: torch.device) -> int:
+    """The major compute capability; 9 where no GPU is. Tensor cores of 9 take their operands from shared memory, those
+    of 10 and 11 have a memory of their own besides, all others take registers."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 9
+    return torch.cuda.get_device_capability(device)[0]
+
+
 @lru_cache(maxsize=64)
 def tables(counts: tuple, starts: tuple, device: torch.device, blocks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """`starts`, the first program of each step, and the number of blocks of each program, `blocks` a step, int32 on

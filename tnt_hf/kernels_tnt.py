@@ -18,7 +18,7 @@ from .coefficients_tnt import Coef, chunk_coefficients
 from .kernels_global_tnt import TritonGlobal
 from .kernels_local_reverse_tnt import reverse_kernel
 from .kernels_local_tnt import forward_kernel
-from .kernels_parts_tnt import REGISTERS, SM_90, operand, rows_of_tile, shared_memory, tables
+from .kernels_parts_tnt import REGISTERS, SM_90, generation, operand, rows_of_tile, shared_memory, tables
 from .scan_tnt import Plan
 
 
@@ -80,13 +80,15 @@ class Shape(NamedTuple):
         half = self.operands == torch.bfloat16
         light = half and not reverse and self.floats <= 2 * 64 * 64 and self.rows <= 16
         small = max(self.widths) <= 32  # no product has work for more
+        wgmma = generation(device) == 9  # its operands take no registers
         # loads ahead of their use take shared memory, which large states need all of
-        wgmma = shared_memory(device) >= SM_90  # its operands need no registers
-        stages = 2 if self.floats <= 4 * 64 * 64 and wgmma else 1
+        stages = 2 if self.floats <= 4 * 64 * 64 and shared_memory(device) >= SM_90 else 1
         options = {"num_warps": 2 if small else 4 if light else 8, "num_stages": stages}
+        if half and wgmma and not small:
+            return options
         if reverse and self.momentum and not half and not wgmma:
             options |= {"ptx_options": "-O1"}  # ptxas took 5 to 11 minutes, now one, for a sixth more spills
-        return options if half and wgmma and not small else options | {"maxnreg": REGISTERS}
+        return options | {"maxnreg": REGISTERS}
 
 
 def triton_scan(plan: Plan, q, k, v, scalars, ln, target, xi, W, S):
