@@ -212,8 +212,8 @@ class Block(Products):
         elif i.name == "cvt.rna.tf32.f32":
             bits = self.get(values[0], np.uint32)
             self.set(to, np.where(bits & 0x7F800000 == 0x7F800000, bits, bits + 0x1000) & np.uint32(0xFFFFE000), mask)
-        elif all(x[0] in "su" for x in i.parts[1:]):
-            after, before = (dtype_of(x) for x in i.parts[1:])
+        elif i.parts[-1][0] in "su" and (i.parts[1] == "rn" or len(i.parts) == 3):  # of integers
+            after, before = (dtype_of(x) for x in i.parts[-2:])
             self.set(to, self.get(values[0], before).astype(after), mask)
         else:
             raise NotImplementedError(i.text)
