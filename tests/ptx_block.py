@@ -4,8 +4,9 @@ Axis legend
     n threads of the block, W warps of 32
     a register: an array over the threads, unsigned and as wide as declared, or bool
 
-Threads go in lockstep, one instruction after the other, so nothing is ever late by chance: what would have to be
-waited for is marked as pending until it is, and may not be touched. Approximate functions (ex2, div.full) are exact.
+Threads go in lockstep, one instruction after the other, and `mask` has those that take part, if not all do. Nothing is
+ever late by chance: what would have to be waited for is marked as pending until it is, and may not be touched.
+Approximate functions (ex2, div.full) are exact.
 """
 
 from __future__ import annotations
@@ -65,28 +66,29 @@ class Block(Products):
         self.products: list[list] = [[]]  # what each group of asynchronous products reads
 
     def run(self) -> int:
-        """Returns the number of instructions that ran."""
-        at, steps, code = 0, 0, self.program.code
+        """Returns the number of instructions that ran. Where threads part ways, those that are behind go first."""
+        at, steps = np.zeros(self.n, np.int64), 0
         with np.errstate(all="ignore"):
             while True:
-                i, steps, at = code[at], steps + 1, at + 1
-                mask = None  # of the threads that take part, if not all
-                if i.guard:
-                    mask = self.registers[i.guard] != i.inverted
-                    if not mask.any():
-                        continue
-                    mask = None if mask.all() else mask
-                if i.parts[0] in ("bra", "ret"):
-                    if mask is not None:
-                        raise Fault(f"threads of a block part ways [{i.text}]")
-                    if i.parts[0] == "ret":
-                        return steps
-                    at = self.program.labels[i.operands[0][1]]
+                here, steps = at == at.min(), steps + 1
+                i = self.program.code[at.min()]
+                at[here] += 1
+                mask = here & (self.registers[i.guard] != i.inverted) if i.guard else here
+                if not mask.any():
                     continue
-                try:
-                    self.step(i, mask)
-                except Fault as error:
-                    raise Fault(f"{error} [{i.text}]") from None
+                if i.parts[0] == "bra":
+                    at[mask] = self.program.labels[i.operands[0][1]]
+                elif i.parts[0] == "ret":
+                    self.all_of(None if mask.all() else mask)
+                    return steps
+                else:
+                    self.checked_step(i, None if mask.all() else mask)
+
+    def checked_step(self, i: Instruction, mask) -> None:
+        try:
+            self.step(i, mask)
+        except Fault as error:
+            raise Fault(f"{error} [{i.text}]") from None
 
     def step(self, i: Instruction, mask) -> None:
         name = i.parts[0]
