@@ -109,8 +109,10 @@ ARROWS = {
         "state_tnt",
         "convolution_tnt",
     },
-    "masks_tnt": {"cache_tnt", "configuration_tnt", "grid_tnt"},
+    "window_tnt": set(),
+    "masks_tnt": {"cache_tnt", "configuration_tnt", "grid_tnt", "window_tnt"},
     "modeling_tnt": {
+        "window_tnt",
         "masks_tnt",
         "precision_tnt",
         "gate_tnt",

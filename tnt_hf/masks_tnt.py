@@ -17,6 +17,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from .cache_tnt import TNTCache
 from .configuration_tnt import TNTConfig
 from .grid_tnt import document_starts
+from .window_tnt import window_of
 
 
 def build_masks(
@@ -28,7 +29,8 @@ def build_masks(
 ) -> dict[str, Any]:
     """
     One mask per kind of attention, as its implementation wants it, plus `"memory"`: `[B, T]` bool of this call's valid
-    tokens, or `None` if all are. (The library's own function makes a full causal one for `"hybrid_sliding"`.)
+    tokens, or `None` if all are. (The library's own function makes a full causal one for `"hybrid_sliding"`.) For SDPA
+    it is a `Window` where no mask of T T entries is needed.
 
     Padding between two parts of a conversation takes no room in the window of a [`TNTCache`]; in the library's own
     caches it does, as in the base models.
@@ -67,6 +69,7 @@ def build_masks(
         }
     by_valid_tokens = padded and implementation in ("sdpa", "eager")
     by_valid_tokens = by_valid_tokens and isinstance(past_key_values, TNTCache | None)
+    in_blocks = implementation == "sdpa" and not padded and not given and isinstance(past_key_values, TNTCache | None)
     same_document = None
     if segment_ids is not None:
 
@@ -78,6 +81,12 @@ def build_masks(
         name = "sliding_attention" if "sliding" in kind else "full_attention"
         if i in memory_only or name in masks:
             continue
+        if in_blocks:
+            cached = 0 if past_key_values is None else past_key_values.cached_window(i)
+            width = config.sliding_window if name == "sliding_attention" else None
+            masks[name] = window_of(width, inputs_embeds, cached, segment_ids, P)
+            if masks[name] is not None:
+                continue
         if name == "sliding_attention" and by_valid_tokens:
             cached = 0 if past_key_values is None else past_key_values.cached_window(i)
             mask = _valid_window_mask(attention_mask, T, cached, config.sliding_window, segment_ids)

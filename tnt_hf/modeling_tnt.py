@@ -48,6 +48,7 @@ from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
 from .masks_tnt import build_masks, default_positions, document_ids
 from .precision_tnt import wide
 from .state_tnt import StateLayout, one_token_clock
+from .window_tnt import Window, window_attention
 
 
 @dataclass
@@ -228,20 +229,17 @@ class TNTAttention(nn.Module):
             key = torch.cat([self.persistent_keys.to(key.dtype).expand(len(key), -1, -1, -1), key], dim=2)
             value = torch.cat([self.persistent_values.to(value.dtype).expand(len(value), -1, -1, -1), value], dim=2)
 
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        attn_output, attn_weights = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=0.0 if not self.training else self.attention_dropout,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
+        options = {"dropout": 0.0 if not self.training else self.attention_dropout, "scaling": self.scaling}
+        if isinstance(attention_mask, Window):
+            key, value = (repeat_kv(x, self.num_key_value_groups) for x in (key, value))
+            attn_output = window_attention(query, key, value, attention_mask, self.num_persistent_tokens, **options)
+            attn_weights = None
+        else:
+            attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
+            options |= {"sliding_window": self.sliding_window, **kwargs}
+            attn_output, attn_weights = attention_interface(self, query, key, value, attention_mask, **options)
         attn_output = attn_output.reshape(*input_shape, -1).contiguous()
         if self.has_output_gate:
             attn_output = attn_output * torch.sigmoid(self.gate_proj(hidden_states))

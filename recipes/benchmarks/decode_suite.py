@@ -17,7 +17,6 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
-from tnt_hf.recipes import blocked_attention
 from tnt_hf.recipes.benchmarks.gate import require_agreement
 from tnt_hf.recipes.benchmarks.measure import columns, spread, take_turns, times_faster, waiting
 from tnt_hf.recipes.benchmarks.settings import DecodeSettings
@@ -156,11 +155,7 @@ def prompt(context: int, settings: DecodeSettings) -> torch.Tensor:
 def read(name: str, model: PreTrainedModel, ids: torch.Tensor):
     """A cache that holds the prompt. Raises `SystemExit` if a logit is no number."""
     cache = empty_cache(name, model, ids.shape[1])
-    if name in MEMORIES:  # attention over a window of a long prompt, on a CPU in blocks
-        model.set_attn_implementation(blocked_attention.register() if ids.device.type == "cpu" else "sdpa")
     logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    if name in MEMORIES:
-        model.set_attn_implementation("sdpa")
     if not logits.isfinite().all():
         raise SystemExit(f"{name}: logits are no numbers after {ids.shape[1]} tokens")
     return cache

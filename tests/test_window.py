@@ -1,0 +1,243 @@
+"""Attention over windows and packed documents in linear time: the plain softmax's numbers, without its T x T scores.
+
+Axis legend
+    B batch   T queries   S keys   P persistent keys   H heads   D head width   W tokens of the window
+"""
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+import torch.nn.functional as F
+from tiny import tiny_model, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tnt_hf import window_tnt
+from tnt_hf.window_tnt import Window, window_attention, window_of
+
+
+EXACT = 1e-12  # float64 sums in another order
+H, D = 2, 8
+CASES = {  # W, T, cached keys, persistent keys, lengths of the documents of each row
+    "wider than a block": (300, 1300, 0, 0, None),
+    "narrower than a block": (5, 1100, 0, 0, None),
+    "a token sees itself": (1, 1024, 0, 0, None),
+    "no multiple of 8": (131, 1177, 0, 0, None),
+    "wider than the first rows": (1000, 2010, 0, 0, None),
+    "goes on from a full window": (40, 1200, 39, 0, None),
+    "goes on from a few tokens": (300, 1300, 7, 0, None),
+    "persistent keys": (33, 1100, 32, 3, None),
+    "packed documents": (64, 1200, 0, 0, [[1, 799, 400], [1200]]),
+    "many documents": (200, 1200, 0, 0, [[50] * 24, [128, 1, 1071]]),
+    "packed, persistent keys": (64, 1200, 0, 2, [[10, 1190], [900, 300]]),
+    "documents without a window": (None, 300, 0, 0, [[100, 200], [1, 299]]),
+}
+
+
+def documents_of(lengths: list[list[int]] | None) -> torch.Tensor | None:
+    """Ids `[B, T]`; not every one is one more than the last."""
+    if lengths is None:
+        return None
+    rows = [torch.repeat_interleave(torch.arange(len(row)) * 3 - 1, torch.tensor(row)) for row in lengths]
+    return torch.stack(rows)
+
+
+def random_case(name: str) -> tuple[list[torch.Tensor], Window, int]:
+    W, T, cached, P, lengths = CASES[name]
+    torch.manual_seed(0)
+    q = torch.randn(2, H, T, D, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, H, P + cached + T, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    return [q, k, v], Window(W, documents_of(lengths), None), P
+
+
+def softmax_attention(q, k, v, window: Window, P: int) -> torch.Tensor:
+    """The same, spelled out token by token. `[B, T, H, D]`."""
+    B, T, S = len(q), q.shape[2], k.shape[2] - P
+    seen = torch.zeros(B, T, P + S, dtype=torch.bool)
+    for t in range(T):
+        last = S - T + t
+        seen[:, t, :P] = True
+        seen[:, t, P + (0 if window.width is None else max(0, last + 1 - window.width)) : P + last + 1] = True
+        if window.documents is not None:
+            seen[:, t, P:] &= window.documents == window.documents[:, t, None]
+    scores = (q @ k.mT / D**0.5).masked_fill(~seen[:, None], -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def assert_same(found, expected, inputs, tolerance=EXACT):
+    g = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    for x, y in zip(torch.autograd.grad(found, inputs, g), torch.autograd.grad(expected, inputs, g)):
+        torch.testing.assert_close(x, y, rtol=0, atol=10 * tolerance)  # sums over all queries of a key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_the_softmax_over_the_window(name):
+    inputs, window, P = random_case(name)
+    found = window_attention(*inputs, window, P, scaling=D**-0.5)
+    assert_same(found, softmax_attention(*inputs, window, P), inputs)
+
+
+# ----------------------------------------------------------------------------------------------------------- the model
+
+LONG = {"sliding_window": 40, "local_chunk_sizes": [32], "global_chunk_size": 64, "local_reset_interval": 64}
+MODELS = {
+    "mag": {},
+    "mal": {"variant": "mal"},
+    "persistent tokens": {"num_persistent_tokens": 3},
+    "window and full attention": {"layer_types": ["sliding_attention", "full_attention"]},
+    "no memory": {"global_chunk_size": None, "local_chunk_sizes": []},
+}
+
+
+def both_ways(fields: dict, **call) -> list[torch.Tensor]:
+    """Logits of "sdpa" and of "eager", whose mask has T T entries; and the gradients of both."""
+    found = []
+    for attention in ("sdpa", "eager"):
+        model = tiny_model(attn_implementation=attention, **LONG | fields)
+        logits = model(**call).logits
+        found.append([logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))])
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_says_what_it_says_with_eager_attention(name):
+    found, expected = both_ways(MODELS[name], input_ids=tokens(2, 1100), use_cache=False)
+    for x, y in zip(found, expected):
+        torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-9)  # the sums of two layers and of a long row
+
+
+def test_packed_documents_stay_apart():
+    positions = torch.cat([torch.arange(n) for n in (3, 697, 400)])[None]
+    found, expected = both_ways({}, input_ids=tokens(1, 1100), position_ids=positions, use_cache=False)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-8, atol=1e-9)
+    alone = tiny_model(**LONG)(input_ids=tokens(1, 1100)[:, 700:]).logits
+    torch.testing.assert_close(found[0][:, 700:], alone, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("parts", [(1050, 50), (1, 1099), (39, 1061)])
+def test_a_prompt_read_in_parts(parts):
+    model, ids = tiny_model(**LONG), tokens(2, 1100)
+    with torch.no_grad():
+        whole, cache, found = model(ids, use_cache=False).logits, None, []
+        for part in ids.split(parts, 1):
+            out = model(part, past_key_values=cache, use_cache=True)
+            cache, found = out.past_key_values, [*found, out.logits]
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-8, atol=1e-9)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_is_as_large_as_all_scores(packed):
+    """From T to 2 T tokens the largest tensor doubles, training included."""
+    model, largest = tiny_model(torch.float32, **LONG), []
+    for T in (2048, 4096):
+        positions = torch.arange(T)[None] % 1000 if packed else None
+        with _Largest() as most:
+            model(tokens(1, T), position_ids=positions, use_cache=False).logits.sum().backward()
+        largest.append(most.elements)
+    assert largest[1] <= 2.1 * largest[0] < 4096**2 / 4
+
+
+def test_what_a_mask_serves_as_well_keeps_it():
+    """Rows of fewer than two blocks are computed as the library computes them."""
+    embeds = torch.zeros(1, 1300, 4)
+    assert window_of(40, embeds, 0, None, 0) is not None
+    assert window_of(40, embeds[:, :1023], 0, None, 0) is None
+    assert window_of(700, embeds, 0, None, 0) is None
+    assert window_of(None, embeds, 0, torch.zeros(1, 1300), 0) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("W, T, width", [(16, 1100, 16), (256, 1300, 64), (512, 4096, 128), (900, 2000, 32)])
+def test_before_the_window_cuts_it_is_full_attention_to_the_bit(W, T, width, dtype):
+    """A converted model is its source wherever the window hides nothing."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, T, H, width).to(dtype).transpose(1, 2) for _ in range(3))
+    assert window_of(W, q[:, 0], 0, None, 0) is not None
+    found = window_attention(q, k, v, Window(W, None, None))
+    full = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    assert torch.equal(found[:, :W], full[:, :W]) and not torch.equal(found, full)
+
+
+# --------------------------------------------------------------------------------------------------------------- flash
+
+
+def varlen_attention(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+    """`torch.nn.attention.varlen.varlen_attn` as torch documents it, sequence by sequence; [tokens, H, D]."""
+    (left, right), outputs = window_size, []
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and right == 0
+    assert cu_seq_q[0] == cu_seq_k[0] == 0 and cu_seq_q[-1] == len(q) and cu_seq_k[-1] == len(k) == len(v)
+    assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
+    for i in range(len(cu_seq_q) - 1):
+        x, y, z = q[cu_seq_q[i] : cu_seq_q[i + 1]], k[cu_seq_k[i] : cu_seq_k[i + 1]], v[cu_seq_k[i] : cu_seq_k[i + 1]]
+        ahead = torch.arange(len(y)) - (torch.arange(len(x)) + len(y) - len(x))[:, None]
+        seen = (ahead <= 0) & ((ahead >= -left) if left >= 0 else True)
+        scores = torch.einsum("qhd,khd->hqk", x, y) * scale
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), z))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case[3]])
+def test_what_flash_attention_is_asked_for(name, monkeypatch):
+    monkeypatch.setattr(window_tnt, "_flash_runs", lambda x: True)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attention)
+    inputs, (width, documents, _), P = random_case(name)
+    (q, k, v), T = inputs, inputs[0].shape[2]
+    window = window_of(width, q.new_zeros(2, T, 4), k.shape[2] - T, documents, P)
+    found = window_attention(q, k, v, window, P, scaling=D**-0.5)
+    assert_same(found, softmax_attention(q, k, v, window, P), inputs)
+
+
+def test_torch_knows_what_flash_attention_is_asked_for():
+    """The arguments, on tensors without data: this is not a run of the kernel."""
+    q, bounds = torch.empty(10, H, D, dtype=torch.bfloat16, device="meta"), torch.empty(3, dtype=torch.int32)
+    attend = torch.nn.attention.varlen.varlen_attn
+    assert attend(q, q, q, bounds, bounds, 5, 5, scale=0.5, window_size=(3, 0)).shape == q.shape
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs a GPU")
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case[3]])
+def test_flash_attention(name):
+    inputs, (width, documents, _), P = random_case(name)
+    q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in inputs)
+    there = None if documents is None else documents.cuda()
+    window = window_of(width, q.new_zeros(2, q.shape[2], 4), k.shape[2] - q.shape[2], there, P)
+    found = window_attention(q, k, v, window, P, scaling=D**-0.5)
+    exact = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
+    expected = softmax_attention(*exact, Window(width, documents, None), P)
+    g = torch.randn_like(expected)
+    pairs = zip(torch.autograd.grad(found, (q, k, v), g.to(found)), torch.autograd.grad(expected, exact, g))
+    for x, y in [(found, expected), *pairs]:
+        error = (x.double().cpu() - y).norm() / y.norm()
+        assert error < 1e-2  # bfloat16 holds 3 digits
+
+
+def test_dropout_in_blocks_scales_what_it_keeps():
+    inputs, window, P = random_case("narrower than a block")
+    torch.manual_seed(0)
+    (q, k, _), ones = inputs, torch.ones_like(inputs[2])
+    found = window_attention(q, k, ones, window, P, dropout=0.5)
+    assert found.mean().item() == pytest.approx(1, abs=0.05)  # of 35,200 means over 5 keys, each 0 or 2
+    assert found.std() > 0.3
+
+
+def test_attention_runs_in_blocks_under_autocast():
+    inputs, window, P = random_case("wider than a block")
+    q, k, v = (x.detach().float() for x in inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = window_attention(q, k, v, window, P)
+    expected = F.scaled_dot_product_attention(q, k, v, window_tnt._seen(1300, 1300, 300, q.device))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected.transpose(1, 2), rtol=0, atol=2e-2)  # bfloat16 inputs

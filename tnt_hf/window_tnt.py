@@ -1,0 +1,166 @@
+"""Attention over a window, or within packed documents, whose cost grows with T W and not with T T.
+
+Axis legend
+    B batch   T queries   S keys, cached and new; the queries are the last T of them   P persistent keys in front
+    H heads of queries, keys and values alike   D head width   W tokens of the window, the query's own included
+    N blocks of C queries each, whose windows lie within W' + C keys, W' = W filled up to a multiple of 8
+
+SDPA treats a window like any other mask: it computes all T S scores and reads a mask of that size. Here every block of
+queries is given the keys its windows can reach, which is the same sum over the same terms. On a GPU FlashAttention
+knows windows and documents, and takes half-precision tokens as they are. Travels with every pushed checkpoint.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+SMALLEST_BLOCK = 128  # queries; below this the blocks' own overhead counts
+SMALLEST_HEAD = 768  # queries in front of the blocks: from there on SDPA on a CPU sums a longer row in the same order
+FLASH_WIDTH = 256  # widest head of FlashAttention
+
+
+class Window(NamedTuple):
+    """What stands in a mask's place: queries see what is at most `width - 1` tokens behind them and in their document.
+
+    Of whole rows without padding only, and in packed rows without a cache."""
+
+    width: int | None  # W, or None: everything before
+    documents: Tensor | None  # [B, T] int, equal within a document
+    bounds: tuple[Tensor, int] | None  # [documents + 1] int32 first tokens among B T and the end; longest: for flash
+
+
+def window_of(
+    width: int | None, embeds: Tensor, cached: int, documents: Tensor | None, persistent: int
+) -> Window | None:
+    """
+    The `Window` of a call, or `None` where a mask serves as well.
+
+    Args:
+        width: of the window in tokens, `None` for full attention.
+        embeds: `[B, T, hidden]`, of the device and dtype that attention will have.
+        cached: keys of earlier calls. documents: `[B, T]`, see `Window`. persistent: learned keys in front of all.
+    """
+    B, T = embeds.shape[:2]
+    cuts = width is not None and cached + T > width
+    if (cuts or documents is not None) and T > 1 and not persistent and _flash_runs(embeds):
+        return Window(width, documents, None if documents is None else _bounds(documents))
+    # The compiler cannot differentiate the blocks of rows whose length it is not told.
+    if width is None or torch.compiler.is_compiling() or _blocks(T, cached, width)[0] < 2:
+        return None
+    return Window(width, documents, None)
+
+
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: Window,
+    persistent: int = 0,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """
+    softmax(q k^T scaling) v over the keys that `window` lets a query see, and the persistent ones.
+
+    Args:
+        query: `[B, H, T, D]`. key, value: `[B, H, P + S, D]`, of which the first `persistent` are always seen.
+
+    Returns:
+        `[B, T, H, D]`.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    if not persistent and not dropout and query.shape[-1] % 8 == 0 and query.shape[-1] <= FLASH_WIDTH:
+        if _flash_runs(query):
+            return _flash(query, key, value, window, scaling)
+    return _in_blocks(query, key, value, window, persistent, {"scale": scaling, "dropout_p": dropout})
+
+
+# -------------------------------------------------------------------------------------------------------------- blocks
+
+
+def _blocks(T: int, cached: int, width: int) -> tuple[int, int, int]:
+    """N, C and W'. The T - N C queries in front of the blocks are more than those whose windows reach before the first
+    key: a converted model is its source to the bit as long as its window hides nothing."""
+    reach = -(-width // 8) * 8
+    C = max(SMALLEST_BLOCK, width // 2)
+    return max(0, T - max(SMALLEST_HEAD, reach - cached)) // C, C, reach
+
+
+def _in_blocks(query, key, value, window, persistent, options):
+    B, T, P = len(query), query.shape[2], persistent
+    S = key.shape[2] - P
+    N, C, reach = (0, T, 0) if window.width is None else _blocks(T, S - T, window.width)
+    head = T - N * C  # as many queries, and keys up to the last of them, in one product
+    outputs, ids = [], window.documents
+    if head:
+        seen = _seen(head, S - T + head, window.width, query.device)
+        if ids is not None:
+            seen = seen & (ids[:, :head, None] == ids[:, None, :head])[:, None]
+        parts = query[:, :, :head], key[:, :, : P + S - T + head], value[:, :, : P + S - T + head]
+        outputs.append(F.scaled_dot_product_attention(*parts, F.pad(seen, (P, 0), value=True), **options))
+    if N:
+        first = S - T + head - reach  # the first key that a block's window reaches
+        seen = _seen(C, reach + C, window.width, query.device)
+        if ids is not None:
+            here, there = ids[:, head:].unflatten(1, (N, C)), ids[:, first:].unfold(1, reach + C, C)
+            seen = (seen & (here[..., None] == there[:, :, None])[:, :, None]).flatten(0, 1)
+
+        def blocks(x):  # [B, H, P + S, D] -> [B N, H, P + W' + C, D]; without persistent keys and for B = 1 a view
+            near = x[:, :, P + first :].unfold(2, reach + C, C).permute(0, 2, 1, 4, 3)
+            if P:
+                near = torch.cat([x[:, None, :, :P].expand(-1, N, -1, -1, -1), near], 3)
+            return near.flatten(0, 1)
+
+        q = query[:, :, head:].unflatten(2, (N, C)).transpose(1, 2).flatten(0, 1)
+        seen = F.pad(seen, (P, 0), value=True)
+        o = F.scaled_dot_product_attention(q, blocks(key), blocks(value), seen, **options)
+        outputs.append(o.unflatten(0, (B, N)).transpose(1, 2).flatten(2, 3))
+    return torch.cat(outputs, 2).transpose(1, 2)
+
+
+def _seen(queries: int, keys: int, width: int | None, device: torch.device) -> Tensor:
+    """`[1, 1, queries, keys]` bool: which keys the last `queries` of `keys` tokens see."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    seen = distance >= 0
+    return (seen if width is None else seen & (distance < width))[None, None]
+
+
+# --------------------------------------------------------------------------------------------------------------- flash
+
+
+def _flash_runs(x: Tensor) -> bool:
+    """Whether torch's own FlashAttention takes tokens like x: in half precision, on an NVIDIA GPU since Ampere, unless
+    it is switched off (`torch.backends.cuda.enable_flash_sdp`)."""
+    device = x.device
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    wanted = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.is_flash_attention_available()
+    return wanted and torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def _bounds(documents: Tensor) -> tuple[Tensor, int]:
+    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
+    bounds = F.pad(starts.nonzero().flatten(), (0, 1), value=len(starts)).to(torch.int32)
+    return bounds, int(bounds.diff().max())
+
+
+def _flash(query, key, value, window, scaling):
+    from torch.nn.attention.varlen import varlen_attn
+
+    (B, H, T, D), S = query.shape, key.shape[2]
+    if window.bounds is None:
+        ends = torch.arange(B + 1, device=query.device, dtype=torch.int32)
+        queries, keys, longest, longest_key = ends * T, ends * S, T, S
+    else:
+        queries, longest = window.bounds
+        keys, longest_key = queries, longest
+    q, k, v = (x.transpose(1, 2).reshape(-1, H, D) for x in (query, key, value))
+    behind = -1 if window.width is None else window.width - 1
+    o = varlen_attn(q, k, v, queries, keys, longest, longest_key, scale=scaling, window_size=(behind, 0))
+    return o.unflatten(0, (B, T))
