@@ -109,7 +109,7 @@ ARROWS = {
         "state_tnt",
         "convolution_tnt",
     },
-    "window_tnt": set(),
+    "window_tnt": {"precision_tnt"},
     "masks_tnt": {"cache_tnt", "configuration_tnt", "grid_tnt", "window_tnt"},
     "modeling_tnt": {
         "window_tnt",

@@ -138,6 +138,11 @@ class _Largest(TorchDispatchMode):
         return result
 
 
+def test_a_model_without_data_computes_shapes():
+    model = tiny_model(**LONG).to("meta")
+    assert model(tokens(2, 1100).to("meta"), use_cache=False).logits.shape == (2, 1100, 64)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_nothing_is_as_large_as_all_scores(packed):
     """From T to 2 T tokens the largest tensor doubles, training included."""

@@ -11,7 +11,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast rounds to here, `None` where it is off. The meta device has none to ask."""
+    on = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if on else None
+
+
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """Inside it autocast rounds nothing. The meta device has no autocast to turn off."""
-    enabled = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
+    """Inside it autocast rounds nothing."""
+    return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)

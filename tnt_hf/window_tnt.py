@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .precision_tnt import autocast_dtype
+
 
 SMALLEST_BLOCK = 128  # queries; below this the blocks' own overhead counts
 SMALLEST_HEAD = 768  # queries in front of the blocks: from there on SDPA on a CPU sums a longer row in the same order
@@ -71,9 +73,8 @@ def window_attention(
     Returns:
         `[B, T, H, D]`.
     """
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    dtype = autocast_dtype(query.device) or query.dtype
+    query, key, value = (x.to(dtype) for x in (query, key, value))
     if not persistent and not dropout and query.shape[-1] % 8 == 0 and query.shape[-1] <= FLASH_WIDTH:
         if _flash_runs(query):
             return _flash(query, key, value, window, scaling)
@@ -136,8 +137,7 @@ def _seen(queries: int, keys: int, width: int | None, device: torch.device) -> T
 def _flash_runs(x: Tensor) -> bool:
     """Whether torch's own FlashAttention takes tokens like x: in half precision, on an NVIDIA GPU since Ampere, unless
     it is switched off (`torch.backends.cuda.enable_flash_sdp`)."""
-    device = x.device
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    device, dtype = x.device, autocast_dtype(x.device) or x.dtype
     if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.float16, torch.bfloat16):
         return False
     wanted = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.is_flash_attention_available()
