@@ -108,7 +108,11 @@ ARROWS = {
         "step_tnt",
         "state_tnt",
         "convolution_tnt",
+        "kernels_parts_tnt",
+        "tokens_tnt",
     },
+    "tokens_tnt": {"convolution_tnt", "kernels_features_tnt", "precision_tnt", "projection_tnt"},
+    "kernels_features_tnt": {"kernels_parts_tnt"},
     "window_tnt": {"precision_tnt"},
     "masks_tnt": {"cache_tnt", "configuration_tnt", "grid_tnt", "window_tnt"},
     "modeling_tnt": {

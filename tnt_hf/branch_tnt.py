@@ -19,16 +19,24 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .configuration_tnt import MemorySpec, TNTConfig
-from .convolution_tnt import TNTCausalConv, convolve, convolve_token
+from .convolution_tnt import TNTCausalConv, convolve_token
 from .features_tnt import quadratic
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
-from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan, unsupported_step
+from .kernels_choice_tnt import (
+    choose,
+    unsupported_features,
+    unsupported_projection,
+    unsupported_scan,
+    unsupported_step,
+)
+from .kernels_parts_tnt import INTERPRETED
 from .memory_tnt import MemoryState, memory_chunkwise
 from .network_tnt import Net
-from .precision_tnt import full_precision, wide
-from .projection_tnt import project_queries, unit_vectors
+from .precision_tnt import autocast_dtype, full_precision, wide
+from .projection_tnt import project_queries
 from .state_tnt import LayerState, StateLayout
 from .step_tnt import Clock, memory_step, project_step
+from .tokens_tnt import memory_tokens
 
 
 CAP_TOKENS = 64  # see `lr_factors`
@@ -96,9 +104,10 @@ class TNTMemoryUnit(nn.Module):
             o `[B, T, n, D]`, the state, the surprise `[B, T, H]`; the latter two `None` if not asked for.
         """
 
-        lr, momentum, decay = self.gates(hidden_states, lr_scale, q.dtype)
+        dtype = wide(q.dtype)
+        lr, momentum, decay = self.gates(hidden_states, lr_scale, dtype)
         weights, tokens = self.weights(), (q, k, v)
-        memory = q.dtype, spec.read, weights, operands, momentum is not None
+        memory = dtype, spec.read, weights, operands, momentum is not None
         how = choose(FIELD, self.config.memory_implementation, q.device, unsupported_scan, *memory)
         if how == "triton":
             tokens = (x.to(operands) for x in tokens)
@@ -117,7 +126,7 @@ class TNTMemoryUnit(nn.Module):
             **self.options,
             **options,
         )
-        return o.to(q.dtype), *result, *([] if options["output_surprise"] else [None])
+        return o.to(dtype), *result, *([] if options["output_surprise"] else [None])
 
     def gates(self, hidden_states: Tensor, lr_scale: float, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """theta, mu and alpha of tokens `[..., hidden]`: `[..., H]` of `dtype`, or `None` for what it has not."""
@@ -246,20 +255,23 @@ class TNTMemory(nn.Module):
             return self._step(hidden_states, shared, layout, state, mask, clock, output_surprise)
         if shared is None:
             shared = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        (q, k, v), conv = shared, None
-        if self.taps:
-            convs, tail = [self.q_conv, self.k_conv, self.v_conv], None if state is None else state.conv
-            (q, k, v), conv = convolve(convs, (q, k, v), self.taps, tail, mask, segment_ids)
-
-        operands = q.dtype if q.dtype == torch.bfloat16 else dtype
+        convs, tail = (
+            [self.q_conv, self.k_conv, self.v_conv] if self.taps else [],
+            None if state is None else state.conv,
+        )
+        rounded = (autocast_dtype(shared[0].device) if convs else None) or shared[0].dtype
+        operands = rounded if rounded == torch.bfloat16 else dtype
+        (q, k, v), conv = memory_tokens(
+            convs, shared, self.taps, tail, mask, segment_ids,
+            head_dim=self.head_dim,
+            silu=self.feature_map == "silu",
+            units=(True, True, self.value_norm),
+            dtype=dtype,
+            operands=self._operands_of_kernels(operands, dtype, layout, shared[0].device),
+        )  # fmt: skip
         with full_precision(hidden_states.device):
-            q, k, v = (x.to(dtype).unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-            if self.feature_map == "silu":
-                q, k = F.silu(q), F.silu(k)
-            q, k = unit_vectors(q), unit_vectors(k)
             if self.feature_map == "quadratic" and layout.intervals:
                 q, k = quadratic(q), quadratic(k)  # M is over the products; else every memory makes its own
-            v = unit_vectors(v) if self.value_norm else v
             o, new_state, surprise = self._remember(
                 hidden_states, q, k, v, operands, layout, state, keep, mask, segment_ids, output_surprise
             )
@@ -268,6 +280,21 @@ class TNTMemory(nn.Module):
             new_state.conv = conv
             new_state.write(past_key_values, self.layer_idx, layout)
         return o.flatten(-2).to(hidden_states.dtype), surprise
+
+    def _operands_of_kernels(self, operands, dtype, layout, device) -> torch.dtype | None:
+        """What q, k and v are rounded to where Triton alone multiplies them; else `None`."""
+        value = self.config.memory_implementation
+        if value not in ("auto", "triton") or (value == "auto" and device.type != "cuda"):
+            return None
+        if self.feature_map == "quadratic" or unsupported_features(device, dtype, self.head_dim):
+            return None
+        if layout.intervals and unsupported_projection(device, dtype, self.head_dim):
+            return None
+        for spec, unit in zip(layout.specs, self.memories):
+            momentum = unit.momentum_proj is not None
+            if unsupported_scan(device, dtype, spec.read, list(unit.weights), operands, momentum):
+                return None
+        return dtype if INTERPRETED else operands  # it is wrong for bfloat16
 
     def _steps_in_place(self, state: LayerState | None, dtype: torch.dtype) -> bool:
         """Whether one token may overwrite `state`: it is there, and nobody else can notice."""
@@ -330,7 +357,7 @@ class TNTMemory(nn.Module):
         how = "chunk"
         if layout.intervals:
             value = self.config.memory_implementation
-            how = choose(FIELD, value, q.device, unsupported_projection, q.dtype, q.shape[-1])
+            how = choose(FIELD, value, q.device, unsupported_projection, wide(q.dtype), q.shape[-1])
         tokens = (q.to(operands), k.to(operands)) if how == "triton" else (q, k)
         for interval in layout.intervals:
             query, projections[interval] = project_queries(

@@ -171,6 +171,11 @@ def _convolve_documents(conv: nn.Module, x: Tensor, taps: int, tail: Tensor | No
     return y.unflatten(0, (B, -1)) * places.mask[..., None], recent
 
 
+def documents_of(segment_ids: Tensor) -> Tensor:
+    """Numbers `[B, T]` of the documents of rows without padding, which differ wherever a new one starts."""
+    return made_once(_documents, None, segment_ids)[0]
+
+
 def _documents(mask: Tensor | None, segment_ids: Tensor) -> tuple[Tensor, int]:
     """Numbers `[B, T]` of the documents of each row, from 0, and the largest."""
     documents = document_starts(segment_ids, mask).cumsum(1)

@@ -87,6 +87,17 @@ def unsupported_step(device: torch.device, dtype: torch.dtype, weights: list[Ten
     return None
 
 
+def unsupported_features(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """The same for q, k and v with heads of `width`, from the projections to the memories, computed in `dtype`."""
+    if reason := unavailable(device):
+        return reason
+    if dtype != torch.float32:
+        return f"they would be {dtype}, and the kernels have float32"
+    if not 16 <= width <= 512 or width & (width - 1):
+        return f"heads have the width {width}, and the kernels powers of two from 16 to 512"
+    return None
+
+
 def unsupported_projection(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
     """The same for the Q-K projection of keys of `width`, computed in `dtype`."""
     if reason := unavailable(device):

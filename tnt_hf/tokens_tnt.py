@@ -1,0 +1,75 @@
+"""From the projections to what the memories see: causal convolution, SiLU and length 1.
+
+Axis legend
+    B batch   T tokens of this call   H heads of a part (q, k or v)   D memory head width   C channels of q, k and v
+    together   taps = kernel - 1 earlier tokens
+
+Travels with every pushed checkpoint.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .convolution_tnt import TNTCausalConv, convolve, documents_of
+from .precision_tnt import full_precision
+from .projection_tnt import unit_vectors
+
+
+def memory_tokens(
+    convs: list[nn.Module],
+    parts: tuple[Tensor, Tensor, Tensor],
+    taps: int,
+    tail: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    head_dim: int,
+    silu: bool,
+    units: tuple[bool, bool, bool],
+    dtype: torch.dtype,
+    operands: torch.dtype | None = None,
+) -> tuple[list[Tensor], Tensor | None]:
+    """
+    Args:
+        convs: of each part, or none. parts: q, k, v `[B, T, H D]`.
+        taps, tail, mask, segment_ids: as in `convolve`.
+        silu: of q and k. units: which parts get length 1, heads by heads.
+        dtype: of the arithmetic. operands: what Triton's kernels multiply, where these tokens are only for them.
+
+    Returns:
+        The tokens `[B, T, H, D]` of each part, in `dtype` or `operands`, and the next call's tail `[B, C, taps]`.
+    """
+    kinds = list(zip([silu, silu, False], units))
+    if operands is not None and tail is None and mask is None and all(map(_is_plain, convs)):
+        documents = None if segment_ids is None else documents_of(segment_ids)
+        weights = [conv.weight for conv in convs] or [None] * len(parts)
+        tokens = [_fused(*part, documents, head_dim, *kind, operands) for *part, kind in zip(parts, weights, kinds)]
+        return tokens, _tail(parts, taps) if convs else None
+    if convs:
+        parts, tail = convolve(convs, parts, taps, tail, mask, segment_ids)
+    tokens = []
+    with full_precision(parts[0].device):
+        for x, (silu, unit) in zip(parts, kinds):
+            x = x.to(dtype).unflatten(-1, (-1, head_dim))
+            x = F.silu(x) if silu else x
+            tokens.append(unit_vectors(x) if unit else x)
+    return tokens, tail
+
+
+def _is_plain(conv: nn.Module) -> bool:
+    """Whether calling `conv` convolves with its weight and does nothing else."""
+    return type(conv) is TNTCausalConv and not (
+        conv._forward_hooks or conv._forward_pre_hooks or "forward" in vars(conv)
+    )
+
+
+@torch.compiler.disable
+def _fused(*args) -> Tensor:
+    from .kernels_features_tnt import TritonFeatures
+
+    return TritonFeatures.apply(*args)
+
+
+def _tail(parts: tuple[Tensor, ...], taps: int) -> Tensor:
+    x = torch.cat([part[:, -taps:] for part in parts], -1).transpose(1, 2)
+    return F.pad(x, (taps - x.shape[2], 0))
