@@ -8,6 +8,8 @@ import triton.language as tl
 
 from tnt_hf.kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
 from tnt_hf.kernels_decode_tnt import ELEMENTS, token
+from tnt_hf.kernels_features_tnt import ELEMENTS as FEATURES
+from tnt_hf.kernels_features_tnt import features, features_reverse
 from tnt_hf.kernels_global_tnt import (
     READ_REVERSE_ROWS,
     READ_ROWS,
@@ -20,10 +22,13 @@ from tnt_hf.kernels_projection_tnt import COLUMNS, project, project_reverse, run
 
 
 D = 64
-TOKENS = dict.fromkeys(("q", "k", "v", "o", "u", "a", "b", "out", "d_o", "d_out", "d_q", "d_k", "d_v", "d_u"), "*bf16")
-NUMBERS = dict.fromkeys(("C", "R", "H", "tiles", "interval", "splits", "rest"), "i32")
+TOKENS = dict.fromkeys(
+    ("x", "y", "d_z", "d_y", "q", "k", "v", "o", "u", "a", "b", "out", "d_o", "d_out", "d_q", "d_k", "d_v", "d_u"),
+    "*bf16",
+)
+NUMBERS = dict.fromkeys(("C", "T", "row_stride", "R", "H", "tiles", "interval", "splits", "rest"), "i32")
 NUMBERS |= dict.fromkeys(("read_splits", "write_splits", "written"), "i32") | dict.fromkeys(("eps", "bound"), "fp32")
-TYPES = {**TOKENS, **NUMBERS, "starts": "*i32", "lengths": "*i32", "time": "*i64", "present": "*i8"}
+TYPES = {**TOKENS, **NUMBERS, "starts": "*i32", "lengths": "*i32", "time": "*i64", "ids": "*i64", "present": "*i8"}
 
 
 def row(kernel, warps: int, **constants):
@@ -42,6 +47,17 @@ def projection(groups: int) -> dict:
         f"projection sums, G={groups}": row(running_sums, 4, REVERSE=False, **sides),
         f"projection forward, G={groups}": row(project, 4, **sides),
         f"projection backward, G={groups}": row(project_reverse, 8, **sides),
+    }
+
+
+def tokens() -> dict:
+    """From the projections to the memories, as the recipes have it: four taps, SiLU, packed documents."""
+    kind = {"D": D, "TAPS": 3, "IDS": True, "ACT": True, "UNIT": True, "BT": FEATURES // D}
+    ahead = kind | {"ACT": False, "UNIT": False, "AHEAD": True}
+    return {
+        "features": row(features, 4, AHEAD=False, **kind),
+        "features backward": row(features_reverse, 4, **kind),
+        "features backward, tokens": row(features, 4, **ahead),
     }
 
 
@@ -72,6 +88,7 @@ def step(name: str, expansion=1, depth=2, groups=1, gates=False, projection="non
 
 
 ROWS = {
+    **tokens(),
     **projection(1),
     **projection(4),
     **chunk("m=1"),
