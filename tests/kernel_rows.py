@@ -7,7 +7,8 @@ with bfloat16 operands: what to compile to see their registers and spills.
 import triton.language as tl
 
 from tnt_hf.kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
-from tnt_hf.kernels_decode_tnt import ELEMENTS, token
+from tnt_hf.kernels_decode_tnt import ELEMENTS as DECODED
+from tnt_hf.kernels_decode_tnt import token
 from tnt_hf.kernels_features_tnt import ELEMENTS as FEATURES
 from tnt_hf.kernels_features_tnt import features, features_reverse
 from tnt_hf.kernels_global_tnt import (
@@ -18,12 +19,32 @@ from tnt_hf.kernels_global_tnt import (
     WRITE_ROWS,
 )
 from tnt_hf.kernels_parts_tnt import REGISTERS
-from tnt_hf.kernels_projection_tnt import COLUMNS, project, project_reverse, running_sums
+from tnt_hf.kernels_projection_tnt import COLUMNS, ELEMENTS, project, project_reverse, running_sums, through_norm
 
 
 D = 64
 TOKENS = dict.fromkeys(
-    ("x", "y", "d_z", "d_y", "q", "k", "v", "o", "u", "a", "b", "out", "d_o", "d_out", "d_q", "d_k", "d_v", "d_u"),
+    (
+        "x",
+        "y",
+        "d_z",
+        "d_y",
+        "q",
+        "k",
+        "v",
+        "o",
+        "u",
+        "a",
+        "b",
+        "out",
+        "d_o",
+        "d_out",
+        "d_q",
+        "d_k",
+        "d_v",
+        "d_u",
+        "d_raw",
+    ),
     "*bf16",
 )
 NUMBERS = dict.fromkeys(("C", "T", "row_stride", "R", "H", "tiles", "interval", "splits", "rest"), "i32")
@@ -45,7 +66,7 @@ def projection(groups: int) -> dict:
     sides = {"K": D, "G": groups, "BC": 64, "BN": COLUMNS, "DT": tl.bfloat16}
     return {
         f"projection sums, G={groups}": row(running_sums, 4, REVERSE=False, **sides),
-        f"projection forward, G={groups}": row(project, 4, **sides),
+        f"projection forward, G={groups}": row(project, 4, NORMALIZE=True, **sides),
         f"projection backward, G={groups}": row(project_reverse, 8, **sides),
     }
 
@@ -83,7 +104,7 @@ def step(name: str, expansion=1, depth=2, groups=1, gates=False, projection="non
     options = {"MOMENTUM": gates, "DECAY": gates, "TO_INIT": True, "MASKED": gates, "RESETS": gates, "BOUND": gates}
     options |= {"PROJECTION": projection, "NORMALIZE": True, "CURRENT": True, "CHUNKED": chunked, "NORM": False}
     sides = {"K": D, "E": D * expansion, "V": D, "L": depth, "G": groups, "BG": groups, "BK": 2048 // D}
-    sides |= {"BE": min(D * expansion, ELEMENTS // (groups * D)), "ACT": "silu", "RESIDUAL": False}
+    sides |= {"BE": min(D * expansion, DECODED // (groups * D)), "ACT": "silu", "RESIDUAL": False}
     return {f"decode, {name}": row(token, 8, **sides, **options)}
 
 
@@ -91,6 +112,7 @@ ROWS = {
     **tokens(),
     **projection(1),
     **projection(4),
+    "projection norm backward": row(through_norm, 4, K=D, BR=ELEMENTS // D),
     **chunk("m=1"),
     **chunk("m=1 linear", depth=1),
     **chunk("m=1 bound", bound=True),

@@ -126,7 +126,7 @@ class TNTMemoryUnit(nn.Module):
             **self.options,
             **options,
         )
-        return o.to(dtype), *result, *([] if options["output_surprise"] else [None])
+        return o, *result, *([] if options["output_surprise"] else [None])
 
     def gates(self, hidden_states: Tensor, lr_scale: float, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """theta, mu and alpha of tokens `[..., hidden]`: `[..., H]` of `dtype`, or `None` for what it has not."""
@@ -394,5 +394,5 @@ class TNTMemory(nn.Module):
             states.append(memory_state)
             surprises.append(surprise)
         new_state = LayerState(None, states, projections, states[0].time) if keep else None
-        total = sum(outputs[1:], outputs[0])
+        total = sum(outputs[1:], outputs[0].to(wide(q.dtype)))  # what is added to it needs no copy
         return total, new_state, torch.stack(surprises).mean((0, -1)) if output_surprise else None

@@ -18,6 +18,8 @@ from .kernels_parts_tnt import dot, jit, load, operand, rows_of_tile, store, tab
 
 
 COLUMNS = 32  # of M in one program of the sequential pass
+ELEMENTS = 2048  # of a tile of rows that are normalised
+SMALLEST_NORM = tl.constexpr(1e-12) if tl else 1e-12  # of F.normalize
 
 
 @jit
@@ -42,8 +44,12 @@ def running_sums(
 
 
 @jit
-def project(q, u, M, out, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, DT: tl.constexpr):
-    """out = (causal part of q u^T) u + q M with the chunk's M; one program per chunk."""
+def project(
+    q, u, M, out, norms, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, DT: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """out = (causal part of q u^T) u + q M with the chunk's M, or that of length 1 and its norms `[N, C G]`; one
+    program per chunk."""
     chunk = tl.program_id(0).to(tl.int64)
     row, x = tl.arange(0, BC), tl.arange(0, K)
     causal = row[:, None] >= row[None, :]
@@ -53,7 +59,22 @@ def project(q, u, M, out, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr,
         rows = (chunk * C + row) * G + g
         Q = load(q, rows, row < C, x, K)
         pairs = tl.where(causal, dot(Q, tl.trans(U), DT), 0.0)
-        store(out, rows, row < C, x, dot(pairs, U, DT) + dot(Q, W, DT), K)
+        value = dot(pairs, U, DT) + dot(Q, W, DT)
+        if NORMALIZE:
+            norm = tl.sqrt(tl.sum(value * value, 1))
+            tl.store(norms + rows, norm, mask=row < C)
+            value /= tl.maximum(norm, SMALLEST_NORM)[:, None]
+        store(out, rows, row < C, x, value, K)
+
+
+@jit
+def through_norm(out, norms, d_out, d_raw, R, K: tl.constexpr, BR: tl.constexpr):
+    """d (out norm) of BR of R rows, from d out."""
+    row, x = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, K)
+    y, d = load(out, row, row < R, x, K).to(tl.float32), load(d_out, row, row < R, x, K).to(tl.float32)
+    norm = tl.load(norms + row, mask=row < R, other=0.0)
+    along = tl.where(norm > SMALLEST_NORM, tl.sum(d * y, 1), 0.0)
+    store(d_raw, row, row < R, x, (d - y * along[:, None]) / tl.maximum(norm, SMALLEST_NORM)[:, None], K)
 
 
 @jit
@@ -80,30 +101,37 @@ def project_reverse(
 
 class TritonProjection(torch.autograd.Function):
     """`projection_tnt._RunningProjection` on the GPU: q `[N, C G, K]`, unit keys u `[N, C, K]` (float32 or bfloat16),
-    M `[P, K, K]` float32. Returns q_t M_t `[N, C G, K]` in q's dtype and the rows' last M."""
+    M `[P, K, K]` float32. Returns q_t M_t `[N, C G, K]` in q's dtype, with `normalize` of length 1, and the rows' last
+    M."""
 
     @staticmethod
-    def forward(ctx, counts, starts, groups, q, u, M):
+    def forward(ctx, counts, starts, groups, q, u, M, normalize):
         q, u, M = q.contiguous(), u.contiguous(), M.contiguous()
         ctx.grid = counts, starts, groups
         before, after = _sums(ctx.grid, u, u, M, 1, False)
-        out = torch.empty_like(q)
-        project[(len(q),)](q, u, before, out, u.shape[1], groups, **_sides(q, u), num_warps=4)
-        ctx.save_for_backward(q, u, M)
+        out, norms = torch.empty_like(q), M.new_empty(q.shape[:2]) if normalize else None
+        sides = _sides(q, u)
+        project[(len(q),)](q, u, before, out, norms, u.shape[1], groups, **sides, NORMALIZE=normalize, num_warps=4)
+        ctx.save_for_backward(q, u, M, *((out, norms) if normalize else ()))
         return out, after
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, d_M):
-        q, u, M = ctx.saved_tensors
+        q, u, M, *normed = ctx.saved_tensors
         d_out, d_q, d_u = d_out.to(q.dtype).contiguous(), torch.empty_like(q), torch.empty_like(u)
+        if normed:
+            d_raw, rows = torch.empty_like(q), max(1, ELEMENTS // q.shape[2])
+            R = q.shape[0] * q.shape[1]
+            through_norm[(triton.cdiv(R, rows),)](*normed, d_out, d_raw, R, q.shape[2], rows, num_warps=4)
+            d_out = d_raw
         before, _ = _sums(ctx.grid, u, u, M, 1, False)
         behind, d_M = _sums(ctx.grid, q, d_out, d_M.contiguous(), ctx.grid[2], True)
         sides = _sides(q, u)
         project_reverse[(len(q),)](
             q, u, before, behind, d_out, d_q, d_u, u.shape[1], ctx.grid[2], **sides, num_warps=8
         )
-        return None, None, None, d_q, d_u, d_M
+        return None, None, None, d_q, d_u, d_M, None
 
 
 def _sides(q: Tensor, u: Tensor) -> dict:

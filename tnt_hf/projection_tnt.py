@@ -165,18 +165,14 @@ def project_queries(
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     dtype = torch.promote_types(q.dtype, torch.float32)
     how = choose("implementation", implementation, q.device, unsupported_projection, dtype, q.shape[3])
-    if how == "triton":
-        from .kernels_projection_tnt import TritonProjection as projection
-    else:
-        projection = _RunningProjection
-    rest = dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state
+    rest = how, dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state
     with full_precision(q.device):
         if q.shape[1] == 1 and initial_state is not None and segment_ids is None:
             return _project_one(q, k, *rest)
-        return _project_many(projection, q, k, unit_keys, *rest)
+        return _project_many(q, k, unit_keys, *rest)
 
 
-def _project_one(q, k, dtype, interval, normalize, mask, _, initial_state, output_final_state):
+def _project_one(q, k, _, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state):
     M, time = initial_state
     u = F.normalize(k.to(dtype)[:, 0, :, None], dim=-1)
     old = M if interval is None else M * (time % interval != 0).view(-1, 1, 1, 1)
@@ -192,7 +188,7 @@ def _project_one(q, k, dtype, interval, normalize, mask, _, initial_state, outpu
 
 @torch.compiler.disable
 def _project_many(
-    projection, q, k, unit_keys, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state
+    q, k, unit_keys, how, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state
 ):
     B, T, Hq, K = q.shape
     H = k.shape[2]
@@ -203,14 +199,20 @@ def _project_many(
     else:
         grid = batch_grid(q, mask, segment_ids, time, C, interval, align=False)
     # Triton's interpreter is wrong for bfloat16
-    operand = q.dtype if projection is not _RunningProjection and not INTERPRETED else dtype
+    operand = q.dtype if how == "triton" and not INTERPRETED else dtype
     x = grid.gather_rows(q.to(operand).unflatten(2, (H, -1)))
     u = grid.gather(k).to(dtype)
     u = (u if unit_keys else unit_vectors(u)).flatten(0, 1).to(operand)
     M = grid.rowwise(x.new_zeros(H, K, K, dtype=dtype), M)
     counts, starts = ([n * H for n in y] for y in (grid.counts, grid.starts))
-    with torch.cuda.device_of(q):
-        out, M = projection.apply(counts, starts, Hq // H, x, u, M)
-    out = unit_vectors(out.to(dtype)) if normalize else out
+    sizes = counts, starts, Hq // H
+    if how == "triton":
+        from .kernels_projection_tnt import TritonProjection
+
+        with torch.cuda.device_of(q):
+            out, M = TritonProjection.apply(*sizes, x, u, M, normalize)
+    else:
+        out, M = _RunningProjection.apply(*sizes, x, u, M)
+        out = unit_vectors(out) if normalize else out
     out = grid.scatter(out.unflatten(1, (grid.size[2], -1)).unflatten(0, (-1, H))).flatten(2, 3)
     return out.to(q.dtype), M.unflatten(0, (-1, H))[grid.last_row] if output_final_state else None
