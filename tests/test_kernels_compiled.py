@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from interpreter import run_cases
+from tiny import tiny_model
 
 from tnt_hf.kernels_local_tnt import forward_kernel
 from tnt_hf.recipes.benchmarks import kernels_gpu
@@ -79,6 +80,22 @@ def case_tensor_cores_multiply_bfloat16_as_it_is():
     checked("C=16 m=1", torch.bfloat16, tokens=48)
     *_, last = ptx_device.compiled_from(forward_kernel)
     assert ".bf16.bf16" in last.asm["ptx"] and ".tf32" not in last.asm["ptx"]
+
+
+def case_a_model_trains_in_bfloat16():
+    """Packed documents under autocast, from the projections to the sum of the memories: gradients as near to those in
+    float32 as the torch form's, whose matrix products alone are in bfloat16."""
+    ids, positions = torch.arange(40)[None] % 13, torch.cat([torch.arange(23), torch.arange(17)])[None]
+    found = {}
+    for name in ("float32", "chunk", "triton"):
+        sizes = {"head_dim": 16, "global_chunk_size": 8, "local_chunk_sizes": [4, 8], "local_reset_interval": 16}
+        model = tiny_model(torch.float32, **sizes, memory_implementation="chunk" if name == "float32" else name)
+        with torch.autocast("cpu", torch.bfloat16, enabled=name != "float32"):
+            loss = model(ids, labels=ids, position_ids=positions, use_cache=False).loss
+        memory = [x for parameter, x in model.named_parameters() if ".memory." in parameter]
+        found[name] = torch.cat([x.flatten() for x in torch.autograd.grad(loss, memory)])
+    errors = {name: (found[name] - found["float32"]).norm() / found["float32"].norm() for name in ("chunk", "triton")}
+    assert 0 < errors["triton"] < 1.5 * errors["chunk"] < 0.1, errors
 
 
 @triton.jit
