@@ -40,33 +40,22 @@ class Grid(NamedTuple):
     tokens: Tensor | None
     padded: bool
 
-    def gather(self, x: Tensor) -> Tensor:
-        """[B, T, H, ...] -> [N, H, C, ...]; empty slots are 0."""
-        return self._chunks(x).flatten(0, -x.dim())
-
     def gather_rows(self, *parts: Tensor) -> Tensor:
-        """[B, T, H, G, K] each -> [N H, C G of all parts, K]: a chunk's rows of the first part, then of the next."""
-        chunks = [self._chunks(x).flatten(-3, -2) for x in parts]
+        """A dense grid's [B, T, H, G, K] each -> [N H, C G of all parts, K]: a chunk's rows of the first part, then of
+        the next."""
+        chunks = [self.chunks(x).flatten(-3, -2) for x in parts]
         return torch.cat(chunks, -2).flatten(0, -3)
 
-    def _chunks(self, x: Tensor) -> Tensor:
-        """`gather`, but a dense grid's N is [steps, shards, B], which costs no copy."""
-        B, T, C = self.size
-        if self.tokens is not None:
-            x = torch.cat([x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])])
-            return x.index_select(0, self.tokens).unflatten(0, (-1, C)).transpose(1, 2)
-        steps = len(self.counts)
+    def chunks(self, x: Tensor) -> Tensor:
+        """A dense grid's [B, T, H, ...] -> [steps, shards, B, H, C, ...], which costs no copy; empty slots are 0."""
+        (B, T, C), steps = self.size, len(self.counts)
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, self.rows // B * steps * C - T)) if self.padded else x
         x = x.reshape(B, self.rows // B, steps, C, *x.shape[2:])
         return x.permute(2, 1, 0, 4, 3, *range(5, x.dim()))
 
     def scatter(self, y: Tensor) -> Tensor:
-        """[N, H, C, ...] -> [B, T, H, ...]; absent tokens get 0."""
+        """A dense grid's [N, H, C, ...] -> [B, T, H, ...]."""
         B, T, C = self.size
-        if self.tokens is not None:
-            y = y.transpose(1, 2).flatten(0, 1)
-            y = torch.cat([y, y.new_zeros(1, *y.shape[1:])])
-            return y.index_select(0, self.slots).unflatten(0, (B, T))
         y = y.unflatten(0, (len(self.counts), self.rows // B, B))
         y = y.permute(2, 1, 0, 4, 3, *range(5, y.dim())).flatten(1, 3)
         return y[:, :T]
@@ -130,7 +119,7 @@ def alike_documents(present: Tensor, segment_ids: Tensor, C: int) -> tuple[Tenso
     lengths = torch.zeros_like(ids).scatter_add(1, ids, present.long())
     sizes = sorted({chunk_slots(n, C) for n in lengths.unique().tolist() if n})
     if len(sizes) < 2:
-        return ids, [present.clone()]  # what is kept by a mask must not keep it
+        return ids, [present]
     length, below = lengths.gather(1, ids).clamp_max(C), [0, *sizes[:-1]]
     return ids, [present & (length > low) & (length <= high) for low, high in zip(below, sizes)]
 
@@ -183,29 +172,109 @@ def ragged_grid(
     )  # fmt: skip
 
 
-def batch_grid(
-    q: Tensor, mask: Tensor | None, segment_ids: Tensor | None, time: Tensor | None, C: int, interval: int | None,
-    align: bool = True,
-) -> Grid:  # fmt: skip
-    """`ragged_grid` of a batch like q `[B, T, ...]`, where any of the other tensors may be absent."""
+# ------------------------------------------------------------------------------------ the layout: grids and the tokens
+
+
+class Places(NamedTuple):
+    """Which rows of a tensor another one has."""
+
+    index: Tensor  # [m] of the rows to take
+    empty: Tensor | None  # which of them are zeros instead
+
+    @classmethod
+    def of(cls, index: Tensor, rows: int) -> "Places":
+        """index `[m]` of `rows` rows, or `rows` for zeros."""
+        empty = (index == rows).nonzero().flatten()
+        return cls(index.clamp_max(rows - 1), empty if len(empty) else None)
+
+    def take(self, x: Tensor) -> Tensor:
+        taken = x.index_select(0, self.index)
+        return taken if self.empty is None else taken.index_fill_(0, self.empty, 0)
+
+
+class _Take(torch.autograd.Function):
+    """`there.take(x)` of rows that are taken once at most: the gradient takes them `back`, where autograd would fill
+    with zeros and add."""
+
+    @staticmethod
+    def forward(ctx, x, there, back):
+        ctx.ways = there, back
+        return there.take(x)
+
+    @staticmethod
+    def backward(ctx, d_taken):
+        there, back = ctx.ways
+        return _Take.apply(d_taken, back, there), None, None
+
+
+class Layout(NamedTuple):
+    """Where the tokens of a batch sit: in one grid, or in several whose rows are documents of like length."""
+
+    heads: int  # H
+    grids: list[Grid]
+    there: Places | None = None  # of [B T H] tokens, for every slot of the grids' [N, H, C]; None: the grid is dense
+    back: Places | None = None  # of all those slots, for every token
+
+    def programs(self, x: Tensor) -> list[Tensor]:
+        """[B, T, H, ...] -> [N H, C, ...] of every grid; empty slots are 0."""
+        if self.there is None:
+            return [self.grids[0].chunks(x).flatten(0, 3)]
+        slots = _Take.apply(x.reshape(-1, *x.shape[3:]), self.there, self.back)
+        parts = slots.split([len(grid.tokens) * self.heads for grid in self.grids])
+        return [part.unflatten(0, (-1, grid.size[2])) for grid, part in zip(self.grids, parts)]
+
+    def rows(self, *parts: Tensor) -> list[Tensor]:
+        """[B, T, H, G, K] each -> [N H, C G of all parts, K]: a chunk's rows of the first part, then of the next."""
+        if self.there is None:
+            return [self.grids[0].gather_rows(*parts)]
+        programs = [[x.flatten(1, 2) for x in self.programs(part)] for part in parts]
+        return [x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*programs)]
+
+    def tokens(self, programs: list[Tensor]) -> Tensor:
+        """[N H, C, ...] of every grid -> [B, T, H, ...]; absent tokens get 0."""
+        if self.there is None:
+            return self.grids[0].scatter(programs[0].unflatten(0, (-1, self.heads)))
+        slots = [x.flatten(0, 1) for x in programs]
+        slots = slots[0] if len(slots) == 1 else torch.cat(slots)
+        B, T, _ = self.grids[0].size
+        return _Take.apply(slots, self.back, self.there).unflatten(0, (B, T, self.heads))
+
+
+def layout_of(grids: list[Grid], H: int) -> Layout:
+    """Of ragged grids that share no token."""
+    (B, T, _), there, total = grids[0].size, [], sum(len(grid.tokens) for grid in grids) * H
+    head = torch.arange(H, device=grids[0].tokens.device)
+    back, start = grids[0].slots.new_full((B * T, H), total), 0
+    for grid in grids:
+        C, slots = grid.size[2], grid.slots[:, None]
+        tokens = grid.tokens.view(-1, 1, C)
+        there.append(torch.where(tokens < B * T, tokens * H + head[:, None], B * T * H).flatten())
+        here = start + (slots // C * H + head) * C + slots % C
+        back = torch.where(slots < len(grid.tokens), here, back)
+        start += len(grid.tokens) * H
+    return Layout(H, grids, Places.of(torch.cat(there), B * T * H), Places.of(back.flatten(), total))
+
+
+def batch_layout(
+    q: Tensor, H: int, mask: Tensor | None, segment_ids: Tensor | None, time: Tensor | None, C: int,
+    interval: int | None, align: bool = True, alike: bool = False,
+) -> Layout:  # fmt: skip
+    """Of a batch like q `[B, T, ...]`, where any of the other tensors may be absent. alike: by `alike_documents`."""
     B, T, here = *q.shape[:2], q.device
     if time is not None:
-        return _ragged(mask, segment_ids, B, T, here, time, C, interval, align)
-    return made_once(_ragged, mask, segment_ids, B, T, here, None, C, interval, align)
+        return _ragged(mask, segment_ids, B, T, here, H, time, C, interval, align)
+    return made_once(_alike if alike else _ragged, mask, segment_ids, B, T, here, H, None, C, interval, align)
 
 
-def batch_documents(q: Tensor, mask: Tensor | None, segment_ids: Tensor, C: int) -> tuple[Tensor, list[Tensor]]:
-    """`alike_documents` of a batch like q, where the mask may be absent."""
-    return made_once(_alike, mask, segment_ids, *q.shape[:2], q.device, C)
-
-
-def _ragged(mask, segment_ids, B, T, device, time, *sizes) -> Grid:
+def _ragged(mask, segment_ids, B, T, device, H, time, *sizes) -> Layout:
     time = torch.zeros(B, dtype=torch.long, device=device) if time is None else time
-    return ragged_grid(_present(mask, B, T, device), segment_ids, time, *sizes)
+    return layout_of([ragged_grid(_present(mask, B, T, device), segment_ids, time, *sizes)], H)
 
 
-def _alike(mask, segment_ids, B, T, device, C) -> tuple[Tensor, list[Tensor]]:
-    return alike_documents(_present(mask, B, T, device), segment_ids, C)
+def _alike(mask, segment_ids, B, T, device, H, _, C, *sizes) -> Layout:
+    ids, groups = alike_documents(_present(mask, B, T, device), segment_ids, C)
+    time = torch.zeros(B, dtype=torch.long, device=device)
+    return layout_of([ragged_grid(group, ids, time, C, *sizes) for group in groups], H)
 
 
 def _present(mask: Tensor | None, B: int, T: int, device: torch.device) -> Tensor:

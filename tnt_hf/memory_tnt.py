@@ -25,7 +25,7 @@ from torch import Tensor
 from .coefficients_tnt import chunk_coefficients
 from .denormals_tnt import without_denormals
 from .features_tnt import FEATURE_MAPS, Ring, feature_width, quadratic
-from .grid_tnt import batch_documents, batch_grid, dense_grid
+from .grid_tnt import Layout, batch_layout, dense_grid
 from .inputs_tnt import check_bound, check_flag, check_inputs, check_positive
 from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan
 from .kernels_parts_tnt import INTERPRETED
@@ -285,84 +285,74 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
             mask=mask, segment_ids=segment_ids, initial_state=state and (M, state.time), output_final_state=True,
             implementation=options["projection"],
         )  # fmt: skip
-    rest = k, v, lr, init, net, options, momentum, decay
-    if segment_ids is None or state is not None or options["keep_state"]:
-        return _run_rows(q, *rest, mask, segment_ids, state, M)
-    segment_ids, groups = batch_documents(q, mask, segment_ids, C)
-    parts = [_run_rows(q, *rest, group, segment_ids, None, None) for group in groups]
-    o, _, losses = zip(*parts)  # 0 at the tokens of other groups
-    return sum(o[1:], o[0]), None, sum(losses[1:], losses[0]) if options["keep_loss"] else None
-
-
-def _run_rows(q, k, v, lr, init, net, options, momentum, decay, mask, segment_ids, state, M):
-    """The scan over one grid; q is projected, M the projection's state after the last token."""
     B, T, Hq, _ = q.shape
-    H, C, interval = k.shape[2], options["chunk_size"], options["reset_interval"]
-    given = state or MemoryState([None] * len(init), [None] * len(init), None, None, None)
+    H = k.shape[2]
     if mask is None and segment_ids is None and state is None:
-        grid = dense_grid(B, T, C, interval, q.device)
+        layout = Layout(H, [dense_grid(B, T, C, interval, q.device)])
     else:
-        grid = batch_grid(q, mask, segment_ids, given.time, C, interval)
+        alike = segment_ids is not None and state is None and not options["keep_state"]
+        layout = batch_layout(q, H, mask, segment_ids, state and state.time, C, interval, alike=alike)
+    q, none = q.unflatten(2, (H, -1)), [None] * len(layout.grids)
+    rows = layout.rows(q) if options["triton"] else layout.rows(q, k[:, :, :, None])
+    keys = layout.programs(k) if options["triton"] else none
+    padded = momentum is not None and any(grid.padded for grid in layout.grids)
+    scalars = (lr, momentum, decay, torch.ones_like(lr) if padded else None)
+    scalars = zip(*(none if x is None else layout.programs(x) for x in scalars))
+    parts = zip(layout.grids, rows, keys, layout.programs(v), scalars)
+    results = [_run_grid(*part, H, Hq // H, init, net, options, state, M) for part in parts]
+    o, losses, states = zip(*results)
+    o = [y.unflatten(1, (grid.size[2], -1)) for y, grid in zip(o, layout.grids)]
+    return layout.tokens(o).flatten(2, 3), states[0], layout.tokens(losses) if options["keep_loss"] else None
 
-    def programs(x):  # [B, T, H, ...] -> [N H, C, ...]
-        return grid.gather(x).flatten(0, 1)
 
+def _run_grid(grid, rows, k, v, scalars, H, G, init, net, options, state, M):
+    """The scan over one grid: outputs `[N H, C G, V]`, losses, and the state behind each batch row's last token.
+    rows are q, and in torch k as well; k is for Triton. M is the projection's state there."""
+    C, (theta, mu, decay, present) = options["chunk_size"], scalars
+    given = state or MemoryState([None] * len(init), [None] * len(init), None, None, None)
     full = grid.full if isinstance(grid.full, bool) else grid.full.repeat_interleave(H)
     counts, starts = ([n * H for n in x] for x in (grid.counts, grid.starts))
     plan = Plan(
-        net, counts, starts, Hq // H, options["read"] == "current", state is not None and C > 1, full,
+        net, counts, starts, G, options["read"] == "current", state is not None and C > 1, full,
         options["keep_state"], options["keep_loss"], options["grad_bound"], options["quadratic"],
     )  # fmt: skip
-    theta, mu, keep, present = programs(lr), None, None, None
-    if momentum is not None:
-        mu = programs(momentum)
-        if grid.padded:
-            present = programs(mask.to(lr.dtype)[..., None].expand_as(lr) if mask is not None else torch.ones_like(lr))
-            mu = torch.where(present > 0, mu, 1.0)
-    if decay is not None:
-        keep = 1 - programs(decay)
+    mu = mu if present is None else torch.where(present > 0, mu, 1.0)
+    keep = None if decay is None else 1 - decay
     W = [grid.rowwise(w, x) for w, x in zip(init, given.weights)]
     xi = [grid.rowwise(w, x) for w, x in zip(init, given.chunk_weights)] if plan.carried else None
     S = given.momentum and [grid.rowwise(torch.zeros_like(w), x) for w, x in zip(init, given.momentum)]
     target = None
-    if decay is not None and options["decay_target"] == "init":
+    if keep is not None and options["decay_target"] == "init":
         target = [grid.rowwise(w, None) for w in init]
     if plan.quadratic:
-        ring = Ring.of(k.shape[-1], W[0])
+        ring = Ring.of(rows.shape[-1], W[0])
         for x in (W, xi, S, target):
             if x is not None:
                 x[0] = ring.enter(x[0])
     ln = options["layernorm"] and [grid.rowwise(x, None) for x in options["layernorm"]]
-    q = q.unflatten(2, (H, -1))
-
     if options["triton"]:
         from .kernels_tnt import triton_scan
 
-        qkv, scalars = (grid.gather_rows(q), programs(k), programs(v)), (theta, mu, keep, present)
-        o, loss, *final = triton_scan(plan, *qkv, scalars, ln, target, xi, W, S)
-        return _ungrid(grid, H, C, o, loss, final, M, options)
+        o, loss, *final = triton_scan(plan, rows, k, v, (theta, mu, keep, present), ln, target, xi, W, S)
+    else:
+        coef = chunk_coefficients(theta, mu, keep, present, plan.current)
+        o, loss, *final = _scan_torch(plan, rows, v, coef, ln, target, xi, W, S)
+        if plan.quadratic:
+            final = [y and [ring.leave(y[0]), *y[1:]] for y in final]
+    if not plan.keep_state:
+        return o, loss, None
+    W, xi, S = (y and [z.unflatten(0, (-1, H))[grid.last_row] for z in y] for y in final)
+    return o, loss, MemoryState(W, W if C == 1 else xi, S, M, grid.time)
 
-    coef = chunk_coefficients(theta, mu, keep, present, plan.current)
-    qk, v = grid.gather_rows(q, k[:, :, :, None]), programs(v)
-    flat = [*W, *(xi or [None] * len(W)), *(S or [None] * len(W)), *(target or [None] * len(W))]
+
+def _scan_torch(plan, qk, v, coef, ln, target, xi, W, S):
+    none = [None] * len(W)
+    flat = [*W, *(xi or none), *(S or none), *(target or none)]
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(y, Tensor) and y.requires_grad for y in (qk, v, *coef, *(ln or ()), *flat)
     )
-    if needs_grad:
-        o, loss, *final = ChunkScan.apply(plan, len(W), qk, v, *coef, *(ln or (None, None)), *flat)
-        final = [None if x[0] is None else list(x) for x in (final[i * len(W) : (i + 1) * len(W)] for i in range(3))]
-    else:
-        o, loss, *final = scan(plan, qk, offsets(plan, qk, v, ln), coef, ln, target, xi, W, S)
-    if plan.quadratic:
-        final = [y and [ring.leave(y[0]), *y[1:]] for y in final]
-    return _ungrid(grid, H, C, o, loss, final, M, options)
-
-
-def _ungrid(grid, H: int, C: int, o, loss, final, M, options):
-    """What a scan returns, for the tokens and rows of the batch again."""
-    state = None
-    if options["keep_state"]:
-        W, xi, S = (y and [z.unflatten(0, (-1, H))[grid.last_row] for z in y] for y in final)
-        state = MemoryState(W, W if C == 1 else xi, S, M, grid.time)
-    o = grid.scatter(o.unflatten(1, (grid.size[2], -1)).unflatten(0, (-1, H))).flatten(2, 3)
-    return o, state, loss if loss is None else grid.scatter(loss.unflatten(0, (-1, H)))
+    if not needs_grad:
+        return scan(plan, qk, offsets(plan, qk, v, ln), coef, ln, target, xi, W, S)
+    o, loss, *final = ChunkScan.apply(plan, len(W), qk, v, *coef, *(ln or (None, None)), *flat)
+    kinds = (final[i * len(W) : (i + 1) * len(W)] for i in range(3))
+    return o, loss, *(None if x[0] is None else list(x) for x in kinds)

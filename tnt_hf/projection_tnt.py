@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .grid_tnt import batch_grid, dense_grid
+from .grid_tnt import Layout, batch_layout, dense_grid
 from .inputs_tnt import check_flag, check_positive, check_projection_state, check_rows, check_tensor
 from .kernels_choice_tnt import choose, unsupported_projection
 from .kernels_parts_tnt import INTERPRETED
@@ -195,14 +195,14 @@ def _project_many(
     C = min(PROJECTION_CHUNK, interval or PROJECTION_CHUNK)
     M, time = initial_state or (None, None)
     if mask is None and segment_ids is None and M is None and (interval or C) % C == 0:
-        grid = dense_grid(B, T, C, interval, q.device)
+        layout = Layout(H, [dense_grid(B, T, C, interval, q.device)])
     else:
-        grid = batch_grid(q, mask, segment_ids, time, C, interval, align=False)
+        layout = batch_layout(q, H, mask, segment_ids, time, C, interval, align=False)
+    [grid] = layout.grids
     # Triton's interpreter is wrong for bfloat16
     operand = q.dtype if how == "triton" and not INTERPRETED else dtype
-    x = grid.gather_rows(q.to(operand).unflatten(2, (H, -1)))
-    u = grid.gather(k).to(dtype)
-    u = (u if unit_keys else unit_vectors(u)).flatten(0, 1).to(operand)
+    [x], [u] = layout.rows(q.to(operand).unflatten(2, (H, -1))), layout.programs(k)
+    u = (u if unit_keys else unit_vectors(u.to(dtype))).to(operand)
     M = grid.rowwise(x.new_zeros(H, K, K, dtype=dtype), M)
     counts, starts = ([n * H for n in y] for y in (grid.counts, grid.starts))
     sizes = counts, starts, Hq // H
@@ -214,5 +214,5 @@ def _project_many(
     else:
         out, M = _RunningProjection.apply(*sizes, x, u, M)
         out = unit_vectors(out) if normalize else out
-    out = grid.scatter(out.unflatten(1, (grid.size[2], -1)).unflatten(0, (-1, H))).flatten(2, 3)
+    out = layout.tokens([out.unflatten(1, (grid.size[2], -1))]).flatten(2, 3)
     return out.to(q.dtype), M.unflatten(0, (-1, H))[grid.last_row] if output_final_state else None
