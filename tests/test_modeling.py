@@ -165,6 +165,7 @@ def test_packed_documents_equal_documents_alone(changes):
         {"position_ids": position_ids},
         {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends},
         {"seq_idx": number},
+        {"seq_idx": number % 2},  # numbers come back, documents do not
     ):
         output = model(ids, **packing)
         close(output.logits, alone)

@@ -255,10 +255,8 @@ class TNTMemory(nn.Module):
             return self._step(hidden_states, shared, layout, state, mask, clock, output_surprise)
         if shared is None:
             shared = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        convs, tail = (
-            [self.q_conv, self.k_conv, self.v_conv] if self.taps else [],
-            None if state is None else state.conv,
-        )
+        convs = [self.q_conv, self.k_conv, self.v_conv] if self.taps else []
+        tail = None if state is None else state.conv
         rounded = (autocast_dtype(shared[0].device) if convs else None) or shared[0].dtype
         operands = rounded if rounded == torch.bfloat16 else dtype
         (q, k, v), conv = memory_tokens(

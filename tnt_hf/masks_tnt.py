@@ -157,6 +157,7 @@ def document_ids(
     """
     if (seq_idx := kwargs.get("seq_idx")) is not None:
         ids = seq_idx.to(torch.long).expand(batch, -1)
+        ids = document_starts(ids, mask).cumsum(1)  # numbers that come back are of another document
     elif (ends := kwargs.get("cu_seq_lens_q")) is not None:
         if batch != 1:
             raise ValueError(f"cu_seq_lens_q needs one packed row, input_ids has {batch}.")
