@@ -2,8 +2,8 @@
 
 The reference is the token-by-token form in float64, on the same rounded numbers. Errors, relative or against 1 where
 a tensor is smaller, stay below 1e-6: float32 rounds at 6e-8, and sums over a chunk and its products cost a few of
-those; a wrong term is at 1e-3 or beyond. Compiled, a product is three of tf32, which round
-at 5e-7: below 5e-6.
+those; a wrong term is at 1e-3 or beyond. Compiled, a product is three of tf32, exact to 5e-7: below 2e-6, and 5e-6
+behind a LayerNorm, whose gradients divide by a deviation below 1.
 A LayerNorm comes with a gradient bound or few tokens: without, the recurrence multiplies float32's rounding by more
 than that in any form.
 """
@@ -22,7 +22,8 @@ from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 pytest.importorskip("triton")
 
 COMPILED = "TNT_PTX" in os.environ
-CLOSE = 5e-6 if COMPILED else 1e-6
+CLOSE = 2e-6 if COMPILED else 1e-6
+CLOSE_NORMED = 5e-6 if COMPILED else 1e-6
 
 
 def cast(x, dtype):
@@ -59,7 +60,7 @@ def assert_is_naive(inputs: dict, settings: dict):
     got = outcome(triton, *rounded, **settings)
     assert list(got) == list(want)
     for name in want:
-        assert_same([got[name]], [want[name]], CLOSE, name)
+        assert_same([got[name]], [want[name]], CLOSE_NORMED if inputs.get("layernorm") else CLOSE, name)
 
 
 GATES = {"momentum": True, "decay": True}

@@ -243,6 +243,7 @@ def test_attention_runs_in_blocks_under_autocast():
     q, k, v = (x.detach().float() for x in inputs)
     with torch.autocast("cpu", torch.bfloat16):
         found = window_attention(q, k, v, window, P)
+        exact = window_attention(*inputs, window, P)
     expected = F.scaled_dot_product_attention(q, k, v, window_tnt._seen(1300, 1300, 300, q.device))
-    assert found.dtype == torch.bfloat16
+    assert found.dtype == torch.bfloat16 and exact.dtype == torch.float64  # which autocast leaves alone
     torch.testing.assert_close(found.float(), expected.transpose(1, 2), rtol=0, atol=2e-2)  # bfloat16 inputs

@@ -62,7 +62,7 @@ class TNTRMSNorm(nn.Module):
                 return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)[0]
             return torch.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
         if rounds_once and usual and hidden_states.is_cuda and saved:
-            # one pass over x and two in its backward, for 7 and 25; without gradients, the sums of the base models
+            # one kernel each way; without gradients, the sums of the base models
             return torch.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
         hidden_states = hidden_states.to(wide(dtype))
         variance = hidden_states.pow(2).mean(-1, keepdim=True)

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .kernels_parts_tnt import jit, only, phi, slope, tl
+from .kernels_parts_tnt import jit, only, phi, row_norms, slope, tl, unit
 
 
 ELEMENTS = 4096  # of a tile, or of its products with all query heads
@@ -144,7 +144,7 @@ def token(
             moved += tl.sum(rows.to(tl.float32)[:, :, None] * new[None, :, :], 1)
         query = moved
         if NORMALIZE:
-            query /= tl.maximum(tl.sqrt(tl.sum(query * query, 1)), 1e-12)[:, None]
+            query = unit(query, row_norms(query))
 
     # write and read
     answer = tl.zeros([BG, V], tl.float32)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels_parts_tnt import jit, load, phi, slope, store, tl, triton
+from .kernels_parts_tnt import jit, load, phi, row_norms, slope, store, through_unit, tl, triton, unit
 
 
 ELEMENTS = 2048  # of a tile
@@ -63,7 +63,7 @@ def features(
     if ACT:
         s = phi(s, "silu")
     if UNIT:
-        s = s / tl.maximum(tl.sqrt(tl.sum(s * s, 1)), 1e-12)[:, None]
+        s = unit(s, row_norms(s))
     store(y, first + t, t < T, columns, s, row_stride)
 
 
@@ -79,11 +79,8 @@ def features_reverse(
     d = load(d_y, first + t, t < T, columns, row_stride).to(tl.float32)
     if UNIT:
         s = phi(z, "silu") if ACT else z
-        norm = tl.sqrt(tl.sum(s * s, 1))
-        inverse = 1 / tl.maximum(norm, 1e-12)
-        u = s * inverse[:, None]
-        along = tl.where(norm > 1e-12, tl.sum(d * u, 1), 0.0)
-        d = (d - u * along[:, None]) * inverse[:, None]
+        norm = row_norms(s)
+        d = through_unit(d, unit(s, norm), norm)
     if ACT:
         d *= slope(z, "silu")
     store(d_z, first + t, t < T, columns, d, row_stride)

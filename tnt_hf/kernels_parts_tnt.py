@@ -31,6 +31,7 @@ def jit(function=None, **options):
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, slowly, as in the tests
 SM_90 = 227 << 10  # bytes of shared memory that one program of an H100 can have; GPUs with less have no wgmma
 REGISTERS = 255  # of a thread: as many as there can be. Where a kernel needs more, ptxas left alone may take 32
+SMALLEST_NORM = 1e-12 if tl is None else tl.constexpr(1e-12)  # of F.normalize
 WIDTHS = (16, 32, 64, 128)  # a tile's side is a power of two, and a product's inner axis at least 16
 
 
@@ -93,6 +94,25 @@ def dot(a, b, DT: tl.constexpr):
 def dot_exact(a, b, DT: tl.constexpr):
     """`dot` without tf32, many times slower in float32 and the same in bfloat16; it needs less shared memory."""
     return tl.dot(a.to(DT), b.to(DT), input_precision="ieee")
+
+
+@jit
+def row_norms(x):
+    """|x| of each row."""
+    return tl.sqrt(tl.sum(x * x, 1))
+
+
+@jit
+def unit(x, norm):
+    """x / |x|, 0 where x is."""
+    return x / tl.maximum(norm, SMALLEST_NORM)[:, None]
+
+
+@jit
+def through_unit(d, y, norm):
+    """d x from d y, y = unit(x, norm)."""
+    along = tl.where(norm > SMALLEST_NORM, tl.sum(d * y, 1), 0.0)
+    return unit(d - y * along[:, None], norm)
 
 
 @jit

@@ -14,12 +14,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels_parts_tnt import dot, jit, load, operand, rows_of_tile, store, tables, tl, triton
+from .kernels_parts_tnt import (
+    dot,
+    jit,
+    load,
+    operand,
+    row_norms,
+    rows_of_tile,
+    store,
+    tables,
+    through_unit,
+    tl,
+    triton,
+    unit,
+)
 
 
 COLUMNS = 32  # of M in one program of the sequential pass
 ELEMENTS = 2048  # of a tile of rows that are normalised
-SMALLEST_NORM = tl.constexpr(1e-12) if tl else 1e-12  # of F.normalize
 
 
 @jit
@@ -61,9 +73,9 @@ def project(
         pairs = tl.where(causal, dot(Q, tl.trans(U), DT), 0.0)
         value = dot(pairs, U, DT) + dot(Q, W, DT)
         if NORMALIZE:
-            norm = tl.sqrt(tl.sum(value * value, 1))
+            norm = row_norms(value)
             tl.store(norms + rows, norm, mask=row < C)
-            value /= tl.maximum(norm, SMALLEST_NORM)[:, None]
+            value = unit(value, norm)
         store(out, rows, row < C, x, value, K)
 
 
@@ -73,8 +85,7 @@ def through_norm(out, norms, d_out, d_raw, R, K: tl.constexpr, BR: tl.constexpr)
     row, x = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, K)
     y, d = load(out, row, row < R, x, K).to(tl.float32), load(d_out, row, row < R, x, K).to(tl.float32)
     norm = tl.load(norms + row, mask=row < R, other=0.0)
-    along = tl.where(norm > SMALLEST_NORM, tl.sum(d * y, 1), 0.0)
-    store(d_raw, row, row < R, x, (d - y * along[:, None]) / tl.maximum(norm, SMALLEST_NORM)[:, None], K)
+    store(d_raw, row, row < R, x, through_unit(d, y, norm), K)
 
 
 @jit

@@ -165,14 +165,14 @@ def project_queries(
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     dtype = torch.promote_types(q.dtype, torch.float32)
     how = choose("implementation", implementation, q.device, unsupported_projection, dtype, q.shape[3])
-    rest = how, dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state
+    rest = dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state
     with full_precision(q.device):
         if q.shape[1] == 1 and initial_state is not None and segment_ids is None:
             return _project_one(q, k, *rest)
-        return _project_many(q, k, unit_keys, *rest)
+        return _project_many(q, k, unit_keys, how, *rest)
 
 
-def _project_one(q, k, _, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state):
+def _project_one(q, k, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state):
     M, time = initial_state
     u = F.normalize(k.to(dtype)[:, 0, :, None], dim=-1)
     old = M if interval is None else M * (time % interval != 0).view(-1, 1, 1, 1)

@@ -73,8 +73,6 @@ def window_attention(
     Returns:
         `[B, T, H, D]`.
     """
-    dtype = autocast_dtype(query.device) or query.dtype
-    query, key, value = (x.to(dtype) for x in (query, key, value))
     if not persistent and not dropout and query.shape[-1] % 8 == 0 and query.shape[-1] <= FLASH_WIDTH:
         if _flash_runs(query):
             return _flash(query, key, value, window, scaling)
@@ -137,11 +135,16 @@ def _seen(queries: int, keys: int, width: int | None, device: torch.device) -> T
 def _flash_runs(x: Tensor) -> bool:
     """Whether torch's own FlashAttention takes tokens like x: in half precision, on an NVIDIA GPU since Ampere, unless
     it is switched off (`torch.backends.cuda.enable_flash_sdp`)."""
-    device, dtype = x.device, autocast_dtype(x.device) or x.dtype
+    device, dtype = x.device, _rounded(x)
     if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.float16, torch.bfloat16):
         return False
     wanted = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.is_flash_attention_available()
     return wanted and torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def _rounded(x: Tensor) -> torch.dtype:
+    """The dtype that SDPA computes in: autocast leaves float64 as it is."""
+    return x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype
 
 
 def _bounds(documents: Tensor) -> tuple[Tensor, int]:
@@ -160,7 +163,7 @@ def _flash(query, key, value, window, scaling):
     else:
         queries, longest = window.bounds
         keys, longest_key = queries, longest
-    q, k, v = (x.transpose(1, 2).reshape(-1, H, D) for x in (query, key, value))
+    q, k, v = (x.to(_rounded(x)).transpose(1, 2).reshape(-1, H, D) for x in (query, key, value))
     behind = -1 if window.width is None else window.width - 1
     o = varlen_attn(q, k, v, queries, keys, longest, longest_key, scale=scaling, window_size=(behind, 0))
     return o.unflatten(0, (B, T))
