@@ -9,6 +9,7 @@ from test_memory import assert_same, make_inputs
 from tiny import tiny_model
 
 from tnt_hf import kernels_decode_tnt
+from tnt_hf.kernels_features_tnt import TritonFeatures
 from tnt_hf.kernels_global_tnt import TritonGlobal
 from tnt_hf.kernels_projection_tnt import TritonProjection
 from tnt_hf.kernels_tnt import TritonScan
@@ -94,21 +95,21 @@ def case_pieces_of_a_prompt_then_token_by_token(name):
 
 
 def case_each_kernel_is_used(monkeypatch):
-    """A prompt and a token of a TNT go through all four."""
+    """A prompt and a token of a TNT go through all five."""
     used = set()
 
     def follow(holder, name: str):
         kernel = getattr(holder, name)
         monkeypatch.setattr(holder, name, lambda *args: used.add((holder, name)) or kernel(*args))
 
-    kernels = [(scan, "apply") for scan in (TritonGlobal, TritonScan, TritonProjection)]
+    kernels = [(scan, "apply") for scan in (TritonFeatures, TritonGlobal, TritonScan, TritonProjection)]
     kernels.append((kernels_decode_tnt, "token_step"))
     for kernel in kernels:
         follow(*kernel)
     model = tiny_model(torch.float32, **SHAPE, memory_implementation="triton")
     with torch.no_grad():
         cache = model(torch.ones(1, 9, dtype=torch.long)).past_key_values
-        assert used == set(kernels[:3])
+        assert used == set(kernels[:4])
         model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
     assert used == set(kernels)
 
