@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from tnt_hf.continuation_tnt import check_continuation
 from tnt_hf.masks_tnt import document_ids
+from tnt_hf.window_tnt import window_attention, window_of
 
 from .architectures import Architecture
 from .injected_cache import make_stateful, note_tokens
@@ -192,11 +193,19 @@ def _inject(kind: str, base: Callable, module: nn.Module, query, key, value, att
         )
     if not is_injected(module) or is_disabled(module):
         return base(module, query, key, value, attention_mask, **kwargs)
-    T = query.shape[2]
-    seen = (key, value, attention_mask)
-    if module.max_self_attn_length is not None:
-        seen = narrow(query, key, value, attention_mask, module.max_self_attn_length, additive=kind == "eager")
-    attn_output, attn_weights = base(module, query, *seen, **kwargs)
+    T, L, window = query.shape[2], key.shape[2], module.max_self_attn_length
+    near = None
+    if window is not None and kind == "sdpa" and attention_mask is None:
+        near = window_of(window, query[:, 0], L - T, None, 0)
+    if near is not None:
+        seen = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        options = {name: kwargs[name] for name in ("scaling", "dropout") if name in kwargs}
+        attn_output, attn_weights = window_attention(query, *seen, near, **options), None
+    else:
+        seen = (key, value, attention_mask)
+        if window is not None:
+            seen = narrow(query, key, value, attention_mask, window, additive=kind == "eager")
+        attn_output, attn_weights = base(module, query, *seen, **kwargs)
     joined = module.memory(
         attn_output,
         query,

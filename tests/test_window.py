@@ -9,15 +9,17 @@ import torch
 import torch.nn.attention.varlen
 import torch.nn.functional as F
 from tiny import tiny_model, tokens
+from tiny_hosts import tiny_host
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tnt_hf import window_tnt
+from tnt_hf.conversion import LiZAConfig, inject
 from tnt_hf.window_tnt import Window, window_attention, window_of
 
 
 EXACT = 1e-12  # float64 sums in another order
 H, D = 2, 8
-CASES = {  # W, T, cached keys, persistent keys, lengths of the documents of each row
+CASES = {  # W, T, cached keys, persistent keys, lengths of the documents of each row, negative ones of padding
     "wider than a block": (300, 1300, 0, 0, None),
     "narrower than a block": (5, 1100, 0, 0, None),
     "a token sees itself": (1, 1024, 0, 0, None),
@@ -29,16 +31,23 @@ CASES = {  # W, T, cached keys, persistent keys, lengths of the documents of eac
     "packed documents": (64, 1200, 0, 0, [[1, 799, 400], [1200]]),
     "many documents": (200, 1200, 0, 0, [[50] * 24, [128, 1, 1071]]),
     "packed, persistent keys": (64, 1200, 0, 2, [[10, 1190], [900, 300]]),
+    "padding in front": (40, 1300, 0, 0, [[-300, 1000], [1300]]),
+    "padding behind": (40, 1300, 0, 0, [[1300], [700, -600]]),
+    "padding around": (40, 1300, 0, 3, [[-1, 1299], [-100, 1100, -100]]),
+    "padding and a cache": (40, 1200, 39, 0, [[-19, 1220], [1239]]),
+    "padding around and a cache": (300, 1300, 30, 0, [[-30, 1200, -100], [-10, 1320]]),
+    "a row of padding": (40, 1100, 0, 0, [[1100], [-1100]]),
+    "padding and packed documents": (40, 1100, 0, 0, [[-100, 300, 700], [500, 590, -10]]),
     "documents without a window": (None, 300, 0, 0, [[100, 200], [1, 299]]),
 }
 
 
 def documents_of(lengths: list[list[int]] | None) -> torch.Tensor | None:
-    """Ids `[B, T]`; not every one is one more than the last."""
+    """Ids `[B, S]`, -1 of padding; not every one is one more than the last."""
     if lengths is None:
         return None
-    rows = [torch.repeat_interleave(torch.arange(len(row)) * 3 - 1, torch.tensor(row)) for row in lengths]
-    return torch.stack(rows)
+    rows = [[-1 if n < 0 else 3 * i for i, n in enumerate(row) for _ in range(abs(n))] for row in lengths]
+    return torch.tensor(rows)
 
 
 def random_case(name: str) -> tuple[list[torch.Tensor], Window, int]:
@@ -47,6 +56,13 @@ def random_case(name: str) -> tuple[list[torch.Tensor], Window, int]:
     q = torch.randn(2, H, T, D, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, H, P + cached + T, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
     return [q, k, v], Window(W, documents_of(lengths), None), P
+
+
+def as_called(width, embeds: torch.Tensor, cached: int, documents: torch.Tensor | None, P: int) -> Window | None:
+    """As the masks of a model ask for it: documents and padding apart, the former without a cache."""
+    if documents is None or bool((documents >= 0).all()):
+        return window_of(width, embeds, cached, documents, P)
+    return window_of(width, embeds, cached, None if cached else documents.clamp_min(0), P, documents >= 0)
 
 
 def softmax_attention(q, k, v, window: Window, P: int) -> torch.Tensor:
@@ -58,7 +74,7 @@ def softmax_attention(q, k, v, window: Window, P: int) -> torch.Tensor:
         seen[:, t, :P] = True
         seen[:, t, P + (0 if window.width is None else max(0, last + 1 - window.width)) : P + last + 1] = True
         if window.documents is not None:
-            seen[:, t, P:] &= window.documents == window.documents[:, t, None]
+            seen[:, t, P:] &= window.documents == window.documents[:, last, None]
     scores = (q @ k.mT / D**0.5).masked_fill(~seen[:, None], -torch.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
@@ -155,6 +171,41 @@ def test_nothing_is_as_large_as_all_scores(packed):
     assert largest[1] <= 2.1 * largest[0] < 4096**2 / 4
 
 
+def test_padding_is_a_document_of_its_own():
+    W, T, cached, P, lengths = CASES["padding around and a cache"]
+    documents = documents_of(lengths)
+    window = as_called(W, torch.zeros(2, T, 4), cached, documents, P)
+    assert torch.equal(window.documents == -1, documents == -1) and window.documents.unique().tolist() == [-1, 0]
+    between = torch.ones(2, cached + T, dtype=torch.bool)
+    between[1, 500] = False
+    assert window_of(W, torch.zeros(2, T, 4), cached, None, P, between) is None
+
+
+PADDED = {  # tokens of each call, padding of the second row: how many in front and behind
+    "in front": ((1100,), (200, 0)),
+    "behind": ((1100,), (0, 150)),
+    "around": ((1100,), (70, 50)),
+    "a prompt in parts": ((50, 1100), (30, 0)),
+    "a padded first part": ((50, 1100), (60, 90)),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_padded_row_says_what_it_says_alone(name):
+    lengths, (front, behind) = PADDED[name]
+    T = sum(lengths)
+    model, ids, mask = tiny_model(**LONG), tokens(2, T), torch.ones(2, T, dtype=torch.long)
+    mask[1, :front] = mask[1, T - behind :] = 0
+    valid, cache, found = mask[1].bool(), None, []
+    with torch.no_grad(), _Largest() as most:
+        for end, n in zip(torch.tensor(lengths).cumsum(0).tolist(), lengths):
+            out = model(ids[:, end - n : end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            cache, found = out.past_key_values, [*found, out.logits]
+    alone = model(ids[1:, valid], use_cache=False).logits
+    torch.testing.assert_close(torch.cat(found, 1)[1:, valid], alone, rtol=1e-8, atol=1e-9)
+    assert most.elements < 2 * 1100**2  # no mask of all tokens
+
+
 def test_what_a_mask_serves_as_well_keeps_it():
     """Rows of fewer than two blocks are computed as the library computes them."""
     embeds = torch.zeros(1, 1300, 4)
@@ -174,6 +225,37 @@ def test_before_the_window_cuts_it_is_full_attention_to_the_bit(W, T, width, dty
     found = window_attention(q, k, v, Window(W, None, None))
     full = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     assert torch.equal(found[:, :W], full[:, :W]) and not torch.equal(found, full)
+
+
+def test_nor_does_it_behind_padding():
+    W, T, front = 512, 2048, 200
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, T, H, 32).transpose(1, 2) for _ in range(3))
+    valid = torch.ones(2, T, dtype=torch.bool)
+    valid[1, :front] = False
+    seen = torch.ones(T, T, dtype=torch.bool).tril() & valid[:, None, None]
+    found = window_attention(q, k, v, window_of(W, q[:, 0], 0, None, 0, valid))
+    full = F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
+    assert torch.equal(found[0, :W], full[0, :W])
+    assert torch.equal(found[1, front : front + W], full[1, front : front + W])
+    valid[1, :1100] = False
+    assert window_of(W, q[:, 0], 0, None, 0, valid) is None  # no two blocks are left
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_window_of_an_injected_model(kind):
+    T, W = 1200, 40
+    ids, host = tokens(2, T), tiny_host(kind, torch.float64, max_position_embeddings=2 * T)
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    seen = ((distance >= 0) & (distance < W)).expand(2, 1, T, T)
+    with torch.no_grad():
+        expected = host(ids, attention_mask=seen).logits
+    inject(host, LiZAConfig(weight=0.0, max_self_attn_length=W))
+    with _Largest() as most:
+        found = host(ids).logits
+        found.sum().backward()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)  # RoPE and the norms are float32's
+    assert most.elements < T**2
 
 
 # --------------------------------------------------------------------------------------------------------------- flash
@@ -198,9 +280,9 @@ def varlen_attention(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window
 def test_what_flash_attention_is_asked_for(name, monkeypatch):
     monkeypatch.setattr(window_tnt, "_flash_runs", lambda x: True)
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attention)
-    inputs, (width, documents, _), P = random_case(name)
+    inputs, (width, documents, *_), P = random_case(name)
     (q, k, v), T = inputs, inputs[0].shape[2]
-    window = window_of(width, q.new_zeros(2, T, 4), k.shape[2] - T, documents, P)
+    window = as_called(width, q.new_zeros(2, T, 4), k.shape[2] - T, documents, P)
     found = window_attention(q, k, v, window, P, scaling=D**-0.5)
     assert_same(found, softmax_attention(q, k, v, window, P), inputs)
 
@@ -215,10 +297,10 @@ def test_torch_knows_what_flash_attention_is_asked_for():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs a GPU")
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case[3]])
 def test_flash_attention(name):
-    inputs, (width, documents, _), P = random_case(name)
+    inputs, (width, documents, *_), P = random_case(name)
     q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in inputs)
     there = None if documents is None else documents.cuda()
-    window = window_of(width, q.new_zeros(2, q.shape[2], 4), k.shape[2] - q.shape[2], there, P)
+    window = as_called(width, q.new_zeros(2, q.shape[2], 4), k.shape[2] - q.shape[2], there, P)
     found = window_attention(q, k, v, window, P, scaling=D**-0.5)
     exact = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
     expected = softmax_attention(*exact, Window(width, documents, None), P)

@@ -69,7 +69,8 @@ def build_masks(
         }
     by_valid_tokens = padded and implementation in ("sdpa", "eager")
     by_valid_tokens = by_valid_tokens and isinstance(past_key_values, TNTCache | None)
-    in_blocks = implementation == "sdpa" and not padded and not given and isinstance(past_key_values, TNTCache | None)
+    in_blocks = implementation == "sdpa" and not given and isinstance(past_key_values, TNTCache | None)
+    in_blocks = in_blocks and not (padded and torch.compiler.is_compiling())
     same_document = None
     if segment_ids is not None:
 
@@ -81,14 +82,14 @@ def build_masks(
         name = "sliding_attention" if "sliding" in kind else "full_attention"
         if i in memory_only or name in masks:
             continue
-        if in_blocks:
-            cached = 0 if past_key_values is None else past_key_values.cached_window(i)
-            width = config.sliding_window if name == "sliding_attention" else None
-            masks[name] = window_of(width, inputs_embeds, cached, segment_ids, P)
+        cached = 0 if not isinstance(past_key_values, TNTCache) else past_key_values.cached_window(i)
+        width = config.sliding_window if name == "sliding_attention" else None
+        if in_blocks and (width is not None or not padded):
+            valid = _keys(attention_mask, T, cached)[1] if padded else None
+            masks[name] = window_of(width, inputs_embeds, cached, segment_ids, P, valid)
             if masks[name] is not None:
                 continue
         if name == "sliding_attention" and by_valid_tokens:
-            cached = 0 if past_key_values is None else past_key_values.cached_window(i)
             mask = _valid_window_mask(attention_mask, T, cached, config.sliding_window, segment_ids)
             if implementation == "eager":
                 lowest = torch.finfo(inputs_embeds.dtype).min
@@ -131,17 +132,25 @@ def _full_window(config: TNTConfig, cache: TNTCache, inputs_embeds: Tensor) -> T
     return inputs_embeds.new_ones((1, 1, 1, config.num_persistent_tokens + keys), dtype=torch.bool)
 
 
-def _valid_window_mask(mask: Tensor, T: int, cached: int, window: int, segment_ids: Tensor | None) -> Tensor:
+def _keys(mask: Tensor, T: int, cached: int) -> tuple[Tensor, Tensor]:
     """
-    `[B, 1, T, cached + T]` bool: which keys a query sees if `window` counts valid tokens, so that padding between two
-    parts of a conversation changes nothing. `mask` `[B, past + T]`; the cache holds the last `cached` valid tokens.
+    Places `[B, cached + T]` among the valid tokens of its row of each key, and whether it is valid. `mask`
+    `[B, past + T]`; the cache holds the last `cached` valid tokens.
     """
     mask = mask.to(torch.bool)
     past, new = mask[:, :-T].sum(1, keepdim=True), mask[:, -T:]
-    place = past + new.cumsum(1) - 1
     earlier = past - cached + torch.arange(cached, device=mask.device)
-    distance = place[:, :, None] - torch.cat([earlier, place], 1)[:, None]
-    seen = (distance >= 0) & (distance < window) & torch.cat([earlier >= 0, new], 1)[:, None]
+    return torch.cat([earlier, past + new.cumsum(1) - 1], 1), torch.cat([earlier >= 0, new], 1)
+
+
+def _valid_window_mask(mask: Tensor, T: int, cached: int, window: int, segment_ids: Tensor | None) -> Tensor:
+    """
+    `[B, 1, T, cached + T]` bool: which keys a query sees if `window` counts valid tokens, so that padding between two
+    parts of a conversation changes nothing. `mask` and `cached` of `_keys`.
+    """
+    place, valid = _keys(mask, T, cached)
+    distance = place[:, cached:, None] - place[:, None]
+    seen = (distance >= 0) & (distance < window) & valid[:, None]
     if segment_ids is not None:
         seen &= segment_ids[:, :, None] == segment_ids[:, None]
     return seen[:, None]

@@ -27,32 +27,46 @@ FLASH_WIDTH = 256  # widest head of FlashAttention
 class Window(NamedTuple):
     """What stands in a mask's place: queries see what is at most `width - 1` tokens behind them and in their document.
 
-    Of whole rows without padding only, and in packed rows without a cache."""
+    Padding around a row's tokens is a document of its own."""
 
     width: int | None  # W, or None: everything before
-    documents: Tensor | None  # [B, T] int, equal within a document
-    bounds: tuple[Tensor, int] | None  # [documents + 1] int32 first tokens among B T and the end; longest: for flash
+    documents: Tensor | None  # [B, S] int, equal within a document
+    bounds: tuple[Tensor, int, Tensor, int] | None  # for flash, of `_bounds`
+    front: int = 0  # most padding in front of a row
 
 
 def window_of(
-    width: int | None, embeds: Tensor, cached: int, documents: Tensor | None, persistent: int
+    width: int | None,
+    embeds: Tensor,
+    cached: int,
+    documents: Tensor | None,
+    persistent: int,
+    valid: Tensor | None = None,
 ) -> Window | None:
     """
-    The `Window` of a call, or `None` where a mask serves as well.
+    The `Window` of a call, or `None` where a mask serves as well or padding lies between the tokens of a row.
 
     Args:
         width: of the window in tokens, `None` for full attention.
         embeds: `[B, T, hidden]`, of the device and dtype that attention will have.
-        cached: keys of earlier calls. documents: `[B, T]`, see `Window`. persistent: learned keys in front of all.
+        cached: keys of earlier calls. documents: `[B, T]` int, at least 0, equal within a document; without cached
+            keys. persistent: learned keys in front of all. valid: `[B, cached + T]` bool, `None` without padding.
     """
     B, T = embeds.shape[:2]
     cuts = width is not None and cached + T > width
-    if (cuts or documents is not None) and T > 1 and not persistent and _flash_runs(embeds):
-        return Window(width, documents, None if documents is None else _bounds(documents))
+    flash = (cuts or documents is not None) and T > 1 and not persistent and _flash_runs(embeds)
     # The compiler cannot differentiate the blocks of rows whose length it is not told.
-    if width is None or torch.compiler.is_compiling() or _blocks(T, cached, width)[0] < 2:
+    if not flash and (width is None or torch.compiler.is_compiling() or _blocks(T, cached, width)[0] < 2):
         return None
-    return Window(width, documents, None)
+    front = 0
+    if valid is not None:
+        if bool((_starts(valid) & valid).sum(1).max() > 1):
+            return None
+        documents = torch.where(valid, 0 if documents is None else documents, -1)
+        front = int(valid.int().argmax(1).max())
+        if not flash and _blocks(T, cached, width, front)[0] < 2:
+            return None
+    return Window(width, documents, _bounds(documents, T) if flash and documents is not None else None, front)
 
 
 def window_attention(
@@ -82,31 +96,32 @@ def window_attention(
 # -------------------------------------------------------------------------------------------------------------- blocks
 
 
-def _blocks(T: int, cached: int, width: int) -> tuple[int, int, int]:
+def _blocks(T: int, cached: int, width: int, front: int = 0) -> tuple[int, int, int]:
     """N, C and W'. The T - N C queries in front of the blocks are more than those whose windows reach before the first
-    key: a converted model is its source to the bit as long as its window hides nothing."""
+    key that is no padding: a converted model is its source to the bit as long as its window hides nothing."""
     reach = -(-width // 8) * 8
     C = max(SMALLEST_BLOCK, width // 2)
-    return max(0, T - max(SMALLEST_HEAD, reach - cached)) // C, C, reach
+    return max(0, T - max(SMALLEST_HEAD, front + reach - cached)) // C, C, reach
 
 
 def _in_blocks(query, key, value, window, persistent, options):
     B, T, P = len(query), query.shape[2], persistent
     S = key.shape[2] - P
-    N, C, reach = (0, T, 0) if window.width is None else _blocks(T, S - T, window.width)
+    N, C, reach = (0, T, 0) if window.width is None else _blocks(T, S - T, window.width, window.front)
     head = T - N * C  # as many queries, and keys up to the last of them, in one product
     outputs, ids = [], window.documents
     if head:
-        seen = _seen(head, S - T + head, window.width, query.device)
+        end = S - T + head
+        seen = _seen(head, end, window.width, query.device)
         if ids is not None:
-            seen = seen & (ids[:, :head, None] == ids[:, None, :head])[:, None]
-        parts = query[:, :, :head], key[:, :, : P + S - T + head], value[:, :, : P + S - T + head]
+            seen = seen & (ids[:, S - T : end, None] == ids[:, None, :end])[:, None]
+        parts = query[:, :, :head], key[:, :, : P + end], value[:, :, : P + end]
         outputs.append(F.scaled_dot_product_attention(*parts, F.pad(seen, (P, 0), value=True), **options))
     if N:
         first = S - T + head - reach  # the first key that a block's window reaches
         seen = _seen(C, reach + C, window.width, query.device)
         if ids is not None:
-            here, there = ids[:, head:].unflatten(1, (N, C)), ids[:, first:].unfold(1, reach + C, C)
+            here, there = ids[:, S - T + head :].unflatten(1, (N, C)), ids[:, first:].unfold(1, reach + C, C)
             seen = (seen & (here[..., None] == there[:, :, None])[:, :, None]).flatten(0, 1)
 
         def blocks(x):  # [B, H, P + S, D] -> [B N, H, P + W' + C, D]; without persistent keys and for B = 1 a view
@@ -147,10 +162,19 @@ def _rounded(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype
 
 
-def _bounds(documents: Tensor) -> tuple[Tensor, int]:
-    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
-    bounds = F.pad(starts.nonzero().flatten(), (0, 1), value=len(starts)).to(torch.int32)
-    return bounds, int(bounds.diff().max())
+def _starts(ids: Tensor) -> Tensor:
+    """`[B, T]` bool: where another value begins, the first of a row included."""
+    return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+
+
+def _bounds(documents: Tensor, T: int) -> tuple[Tensor, int, Tensor, int]:
+    """The first queries `[documents + 1]` int32 among B T and their end, the most of a document; the same of the keys
+    among B S. A document whose tokens are all cached has no queries."""
+    B, S = documents.shape
+    row, first = _starts(documents).nonzero(as_tuple=True)
+    queries, keys = row * T + (first - (S - T)).clamp_min(0), row * S + first
+    queries, keys = F.pad(queries, (0, 1), value=B * T).int(), F.pad(keys, (0, 1), value=B * S).int()
+    return queries, int(queries.diff().max()), keys, int(keys.diff().max())
 
 
 def _flash(query, key, value, window, scaling):
@@ -161,8 +185,7 @@ def _flash(query, key, value, window, scaling):
         ends = torch.arange(B + 1, device=query.device, dtype=torch.int32)
         queries, keys, longest, longest_key = ends * T, ends * S, T, S
     else:
-        queries, longest = window.bounds
-        keys, longest_key = queries, longest
+        queries, longest, keys, longest_key = window.bounds
     q, k, v = (x.to(_rounded(x)).transpose(1, 2).reshape(-1, H, D) for x in (query, key, value))
     behind = -1 if window.width is None else window.width - 1
     o = varlen_attn(q, k, v, queries, keys, longest, longest_key, scale=scaling, window_size=(behind, 0))
