@@ -7,7 +7,6 @@ padding, packing or a cache, as in training and evaluation on windows of equal l
 Axis legend: B batch   T tokens   H query heads   K key/value heads   D head width   W tokens of the window
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -31,11 +30,6 @@ def _bias(queries: int, keys: int, window: int | None, dtype: torch.dtype, devic
     return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
 
 
-def _inference() -> AbstractContextManager:
-    """Where an operation costs less; autograd is given what was made outside. The compiler knows no such place."""
-    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode()
-
-
 class _Blocks(torch.autograd.Function):
     """softmax(q k^T + bias) v block by block, q, k, v `[B H, T, D]`. By hand because autograd's gradient of a slice is
     as long as the row, of every block. Memory is linear in T: a window's probabilities are kept for the backward, full
@@ -46,7 +40,7 @@ class _Blocks(torch.autograd.Function):
         out, steps, kept = torch.empty_like(v), list(_Blocks.steps(*q.shape[:2], window)), []
         if window is not None and any(ctx.needs_input_grad):
             kept = [q.new_empty(*q[here].shape[:2], k[there].shape[1]) for here, there in steps]
-        with _inference(), torch.autocast(q.device.type, enabled=False):
+        with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
             for (here, there), p in zip(steps, kept or [None] * len(steps)):
                 p = _Blocks.probabilities(q, k, here, there, window, p)
                 out[here] = torch.bmm(p, v[there])
@@ -81,7 +75,7 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx, d_out):
         q, k, v, *kept = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        with _inference(), torch.autocast(q.device.type, enabled=False):
+        with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
             for i, (here, there) in enumerate(_Blocks.steps(*q.shape[:2], ctx.window)):
                 p = kept[i] if kept else _Blocks.probabilities(q, k, here, there, ctx.window)
                 d = d_out[here]
@@ -91,6 +85,11 @@ class _Blocks(torch.autograd.Function):
                 d_q[here] = torch.bmm(d_scores, k[there])
                 d_k[there].baddbmm_(d_scores.mT, q[here])
         return d_q, d_k, d_v, None
+
+
+@torch.compiler.disable  # of many blocks, which it would spell out
+def _run(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    return _Blocks.apply(q, k, v, window)
 
 
 def blocked_causal_attention(
@@ -130,7 +129,7 @@ def blocked_causal_attention(
     q = (query * (D**-0.5 if scaling is None else scaling)).flatten(0, 1)
     groups = H // key.shape[1]
     k, v = ((x if groups == 1 else x.repeat_interleave(groups, 1)).flatten(0, 1) for x in (key, value))
-    return _Blocks.apply(q, k, v, sliding_window).unflatten(0, (B, H)).transpose(1, 2), None
+    return _run(q, k, v, sliding_window).unflatten(0, (B, H)).transpose(1, 2), None
 
 
 def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:

@@ -73,6 +73,19 @@ def case_gradient_checkpointing():
     both(USUAL, measure)
 
 
+@pytest.mark.filterwarnings("ignore")
+def case_the_compiler_goes_around_the_kernels():
+    ids = torch.arange(20)[None] % 13
+
+    def measure(model):
+        step = torch.compile(model, backend="aot_eager")
+        loss = step(ids, labels=ids, use_cache=False).loss
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    torch._dynamo.reset()
+    both(USUAL, measure)
+
+
 @pytest.mark.parametrize("name", [USUAL, *REST])
 def case_pieces_of_a_prompt_then_token_by_token(name):
     """Rows at different memory times: the second one is padded on the left."""

@@ -10,10 +10,12 @@ import torch.nn.attention.varlen
 import torch.nn.functional as F
 from tiny import tiny_model, tokens
 from tiny_hosts import tiny_host
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tnt_hf import window_tnt
 from tnt_hf.conversion import LiZAConfig, inject
+from tnt_hf.recipes import blocked_attention
 from tnt_hf.window_tnt import Window, window_attention, window_of
 
 
@@ -240,6 +242,42 @@ def test_nor_does_it_behind_padding():
     assert torch.equal(found[1, front : front + W], full[1, front : front + W])
     valid[1, :1100] = False
     assert window_of(W, q[:, 0], 0, None, 0, valid) is None  # no two blocks are left
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["sdpa", blocked_attention.NAME])
+def test_a_compiled_training_step_has_as_many_operations_for_any_length(attention):
+    """And stops for nothing but what is taken out of the graph on purpose: a layer's memory and its blocks."""
+    blocked_attention.register()
+    fields = LONG | {"attn_implementation": attention, "num_hidden_layers": 1}
+    model, operations = tiny_model(**fields).train(), []
+
+    def count(graph, inputs):
+        operations[-1] += len(graph.graph.nodes)
+        return graph.forward
+
+    for T in (1100, 1900):
+        torch._dynamo.reset()
+        counters.clear()
+        operations.append(0)
+        batch = {"input_ids": tokens(1, T), "labels": tokens(1, T), "use_cache": False}
+        losses = [step(**batch).loss for step in (model, torch.compile(model, backend=count))]
+        found, expected = (torch.autograd.grad(loss, list(model.parameters())) for loss in reversed(losses))
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-9)
+        assert not [x for x in counters["graph_break"] if "torch.compiler.disable" not in x]
+    assert operations[0] == operations[1] > 100
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_a_window_without_memory_compiles_to_one_graph():
+    model = tiny_model(**LONG | MODELS["no memory"])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for T in (1100, 1300, 1700):  # from the second length on it is not told
+        found = compiled(tokens(1, T), use_cache=False).logits
+        torch.testing.assert_close(found, model(tokens(1, T), use_cache=False).logits, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

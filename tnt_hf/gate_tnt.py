@@ -55,7 +55,7 @@ class TNTRMSNorm(nn.Module):
         rounds_once = dtype.itemsize >= 4 and dtype == self.weight.dtype
         usual = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         # what was made in inference mode cannot be saved for a backward
-        saved = torch.is_grad_enabled() and not hidden_states.is_inference()
+        saved = usual and torch.is_grad_enabled() and not hidden_states.is_inference()
         if rounds_once and usual and hidden_states.is_cpu and (saved or not torch.is_grad_enabled()):
             # the same operations in one call, equal to the bit
             if saved:

@@ -55,8 +55,7 @@ def window_of(
     B, T = embeds.shape[:2]
     cuts = width is not None and cached + T > width
     flash = (cuts or documents is not None) and T > 1 and not persistent and _flash_runs(embeds)
-    # The compiler cannot differentiate the blocks of rows whose length it is not told.
-    if not flash and (width is None or torch.compiler.is_compiling() or _blocks(T, cached, width)[0] < 2):
+    if not flash and (width is None or _blocks(T, cached, width)[0] < 2):
         return None
     front = 0
     if valid is not None:
@@ -90,7 +89,9 @@ def window_attention(
     if not persistent and not dropout and query.shape[-1] % 8 == 0 and query.shape[-1] <= FLASH_WIDTH:
         if _flash_runs(query):
             return _flash(query, key, value, window, scaling)
-    return _in_blocks(query, key, value, window, persistent, {"scale": scaling, "dropout_p": dropout})
+    # The compiler cannot differentiate the blocks of rows whose length it is not told.
+    blocks = _in_blocks_eager if torch.compiler.is_compiling() and torch.is_grad_enabled() else _in_blocks
+    return blocks(query, key, value, window, persistent, {"scale": scaling, "dropout_p": dropout})
 
 
 # -------------------------------------------------------------------------------------------------------------- blocks
@@ -135,6 +136,9 @@ def _in_blocks(query, key, value, window, persistent, options):
         o = F.scaled_dot_product_attention(q, blocks(key), blocks(value), seen, **options)
         outputs.append(o.unflatten(0, (B, N)).transpose(1, 2).flatten(2, 3))
     return torch.cat(outputs, 2).transpose(1, 2)
+
+
+_in_blocks_eager = torch.compiler.disable(_in_blocks)
 
 
 def _seen(queries: int, keys: int, width: int | None, device: torch.device) -> Tensor:
