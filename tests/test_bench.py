@@ -132,6 +132,23 @@ def test_ratios_are_formed_inside_a_round(tmp_path):
     assert (ratio["min"], ratio["max"]) == (round(min(rounds), 3), round(max(rounds), 3))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_contestants_can_be_compiled(tmp_path, monkeypatch, capsys):
+    compiled = []
+    monkeypatch.setitem(train_models.EXECUTIONS, "compiled", lambda model: compiled.append(model) or model)
+    assert bench("train", tmp_path, "--execution", "compiled") == 0
+    assert len(compiled) == len(FEW) * 3  # checked once and timed at two lengths
+    assert bench("train", tmp_path / "other", "--execution", "fast") == 2
+    assert "execution='fast': must be one of 'eager', 'compiled'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("contestant", FEW)
+def test_a_compiled_contestant_computes_what_it_should(contestant):
+    train_models.check(contestant, blocked_attention.NAME, "cpu", seed=0, execution="compiled")
+
+
 # ------------------------------------------------------------------------------------------------------ wrong answers
 
 

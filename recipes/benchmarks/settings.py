@@ -80,6 +80,7 @@ class TrainSettings(Settings):
     dtype: str | None = _option(None, "float32 or bfloat16, by autocast (default: float32 on a CPU, else bfloat16)")
     memory_implementation: str = _option("auto", "as in TNTConfig")
     attention: str | None = _option(None, "of windows (default: blocked_causal on a CPU, else sdpa)")
+    execution: str = _option("eager", "eager or compiled, by torch.compile, of all contestants")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ that leaves the head its share of the work. The narrower a model, the larger the
 grows with the width, that of the layers around it with the square. `narrow` has a sixth of the width and two layers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ CHECKED = SHAPES["tiny"] | {"global_chunk_size": 64}
 CHECKED_TOKENS = 150
 # On a CPU in float64: sums in another order, and no more. On a GPU in float32, whose matrix products may round.
 TOLERANCES = {"cpu": 1e-8, "cuda": 1e-3}
+COMPILED = 1e-6  # the least of a compiled model's: its float32 loss is another sum, too
+EXECUTIONS: dict[str, Callable] = {"eager": lambda model: model, "compiled": torch.compile}
 
 
 def config_of(name: str, shape: dict[str, Any], **more) -> TNTConfig:
@@ -88,7 +91,14 @@ def loss_and_gradients(model: TNTForCausalLM, ids: Tensor) -> list[Tensor | None
     return [loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
 
 
-def check(name: str, attention: str, device: str, seed: int, memory_implementation: str = "auto") -> float:
+def check(
+    name: str,
+    attention: str,
+    device: str,
+    seed: int,
+    memory_implementation: str = "auto",
+    execution: str = "eager",
+) -> float:
     """
     Loss and all gradients of a small model of that kind against the same weights with the memory computed token by
     token (`memory_implementation="naive"`) and attention as a plain softmax, in float64 on the CPU.
@@ -105,5 +115,6 @@ def check(name: str, attention: str, device: str, seed: int, memory_implementati
     naive.load_state_dict(model.state_dict())
     ids = torch.randint(config.vocab_size, (2, CHECKED_TOKENS), generator=torch.Generator().manual_seed(seed))
     model = model.double() if device == "cpu" else model.to(device)
-    found = loss_and_gradients(model, ids.to(device))
-    return require_agreement(name, found, loss_and_gradients(naive.double(), ids), TOLERANCES[device])
+    found = loss_and_gradients(EXECUTIONS[execution](model), ids.to(device))
+    tolerance = max(TOLERANCES[device], COMPILED if execution == "compiled" else 0)
+    return require_agreement(name, found, loss_and_gradients(naive.double(), ids), tolerance)

@@ -17,6 +17,7 @@ from tnt_hf.recipes.benchmarks.measure import columns, spread, take_turns, times
 from tnt_hf.recipes.benchmarks.settings import TrainSettings
 from tnt_hf.recipes.benchmarks.train_models import (
     CONTESTANTS,
+    EXECUTIONS,
     SHAPES,
     TRANSFORMER,
     WINDOW,
@@ -46,6 +47,7 @@ def prepare(settings: TrainSettings) -> TrainSettings:
     for name, value, known in (
         ("shape", settings.shape, SHAPES),
         ("dtype", settings.dtype, ("float32", "bfloat16")),
+        ("execution", settings.execution, EXECUTIONS),
         *(("contestants", contestant, CONTESTANTS) for contestant in settings.contestants),
     ):
         if value not in known:
@@ -68,7 +70,7 @@ def measure(name: str, settings: TrainSettings, tell) -> dict:
     for contestant in settings.contestants:
         tell(contestant)
         how = (settings.attention, settings.device, settings.seed, settings.memory_implementation)
-        differences[contestant] = check(contestant, *how)
+        differences[contestant] = check(contestant, *how, settings.execution)
     return {"largest_relative_difference": differences}
 
 
@@ -81,10 +83,11 @@ def time_steps(context: int, settings: TrainSettings, tell) -> dict:
 
     def step(contestant, model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        run = EXECUTIONS[settings.execution](model)
 
         def call():
             with autocast(settings):
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                loss = run(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
