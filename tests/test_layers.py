@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tnt_hf import TNTConfig, TNTForCausalLM, branch_tnt, modeling_tnt
 from tnt_hf.convolution_tnt import BLOCK, TNTCausalConv, convolve, convolve_token
 from tnt_hf.gate_tnt import TNTRMSNorm
 from tnt_hf.projection_tnt import unit_vectors
@@ -136,6 +137,34 @@ def test_rms_norm_rounds_no_gradient_to_half_precision():
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(y, inputs, d)
     assert all(map(torch.equal, found, expected))
+
+
+def test_autocast_rounds_an_input_once_for_all_that_read_it(monkeypatch):
+    """And to the same bits as in every layer by itself. Memories and gates read it unrounded."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = TNTForCausalLM(
+        TNTConfig(num_attention_heads=2, attention_output_gate=True, local_chunk_sizes=[4], **sizes)
+    ).eval()
+    ids, read = torch.randint(32, (2, 13)), {}
+    for name, module in model.model.layers[0].named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, x, name=name: read.update({name: x[0]}))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(ids, use_cache=False).logits
+        groups = [
+            "self_attn.q self_attn.k self_attn.v self_attn.gate",
+            "mlp.gate mlp.up",
+            "memory.q memory.k memory.v",
+        ]
+        for group in groups:
+            first, *others = [read[f"{name}_proj"] for name in group.split()]
+            assert first.dtype == torch.bfloat16 and all(x is first for x in others), group
+        assert read["memory.memories.0.lr_proj"].dtype == torch.float32
+        for file in (modeling_tnt, branch_tnt):
+            monkeypatch.setattr(file, "rounded", lambda x: x)
+        assert torch.equal(found, model(ids, use_cache=False).logits)
+    assert read["mlp.up_proj"].dtype == torch.float32
 
 
 def test_layers_can_be_traced(tmp_path):

@@ -32,7 +32,7 @@ from .kernels_choice_tnt import (
 from .kernels_parts_tnt import INTERPRETED
 from .memory_tnt import MemoryState, memory_chunkwise
 from .network_tnt import Net
-from .precision_tnt import autocast_dtype, full_precision, wide
+from .precision_tnt import autocast_dtype, full_precision, rounded, wide
 from .projection_tnt import project_queries
 from .state_tnt import LayerState, StateLayout
 from .step_tnt import Clock, memory_step, project_step
@@ -254,11 +254,12 @@ class TNTMemory(nn.Module):
         if hidden_states.shape[1] == 1 and segment_ids is None and self._steps_in_place(state, dtype):
             return self._step(hidden_states, shared, layout, state, mask, clock, output_surprise)
         if shared is None:
-            shared = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+            x = rounded(hidden_states)
+            shared = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         convs = [self.q_conv, self.k_conv, self.v_conv] if self.taps else []
         tail = None if state is None else state.conv
-        rounded = (autocast_dtype(shared[0].device) if convs else None) or shared[0].dtype
-        operands = rounded if rounded == torch.bfloat16 else dtype
+        given = (autocast_dtype(shared[0].device) if convs else None) or shared[0].dtype
+        operands = given if given == torch.bfloat16 else dtype
         (q, k, v), conv = memory_tokens(
             convs, shared, self.taps, tail, mask, segment_ids,
             head_dim=self.head_dim,

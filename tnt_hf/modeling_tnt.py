@@ -46,7 +46,7 @@ from .continuation_tnt import EndedRows, NotingCriteria, check_cache, check_cont
 from .convolution_tnt import TNTCausalConv
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
 from .masks_tnt import build_masks, default_positions, document_ids
-from .precision_tnt import wide
+from .precision_tnt import rounded, wide
 from .state_tnt import StateLayout, one_token_clock
 from .window_tnt import Window, window_attention
 
@@ -128,6 +128,7 @@ class TNTMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
+        x = rounded(x)
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -205,9 +206,8 @@ class TNTAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
-        query, key, value = (
-            proj(hidden_states).view(hidden_shape) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        x = rounded(hidden_states)  # memory and gates read the whole
+        query, key, value = (proj(x).view(hidden_shape) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.has_qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         if memory is not None:
@@ -242,7 +242,7 @@ class TNTAttention(nn.Module):
             attn_output, attn_weights = attention_interface(self, query, key, value, attention_mask, **options)
         attn_output = attn_output.reshape(*input_shape, -1).contiguous()
         if self.has_output_gate:
-            attn_output = attn_output * torch.sigmoid(self.gate_proj(hidden_states))
+            attn_output = attn_output * torch.sigmoid(self.gate_proj(x))
         if memory is not None:
             attn_output = memory.gate(attn_output, memory_output, hidden_states)
         return self.o_proj(attn_output), attn_weights

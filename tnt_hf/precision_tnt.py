@@ -4,6 +4,7 @@ checkpoint."""
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -15,6 +16,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast rounds to here, `None` where it is off. The meta device has none to ask."""
     on = device.type != "meta" and torch.is_autocast_enabled(device.type)
     return torch.get_autocast_dtype(device.type) if on else None
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x as autocast rounds it for a matrix product: done here, it is done and kept once for all layers that read x."""
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None or x.dtype != torch.float32 else x.to(dtype)
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
