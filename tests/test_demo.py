@@ -156,7 +156,12 @@ def test_whatever_ends_the_demo_ends_its_workers(number, sources, tmp_path):
     output = tmp_path / "out"
     command = [sys.executable, "-m", "tnt_hf.cli", "demo", "--budget", "10000", "--workers", "1"]
     demo = subprocess.Popen(
-        [*command, "--corpus", sources, "--output", output], stderr=subprocess.PIPE, start_new_session=True, text=True
+        [*command, "--corpus", sources, "--output", output],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # as in a terminal: what a shell starts in the background ignores it, and so would the demo
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert any("source, train" in line for line in demo.stderr)  # a worker is at work
