@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
 from tnt_hf import TNTConfig, TNTForCausalLM, __version__
-from tnt_hf.costs_tnt import memory_state_bytes
+from tnt_hf.costs_tnt import BYTES, key_value_bytes, memory_state_bytes
 
 from .families import FAMILIES, read_source_config, tnt_config
 from .manifest import MANIFEST, check_manifest, without_digest
@@ -47,7 +47,6 @@ from .verify_structure import CHECKS, OF_ANY_LENGTH, check_state, crossed, stead
 
 
 FORMAT = "tnt-verify-1"
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 FEWEST_TOKENS, MOST_TOKENS = 16, 2048  # of a probe: what the checks need, and what a default may cost
 FAR = 512  # tokens: a reset further away is not worth the time by default
 BEYOND = 96  # tokens of a default probe behind the last boundary
@@ -140,8 +139,8 @@ def _check_options(out: Path, tokens: int | None, report: Any, dtype: str | None
         raise FileNotFoundError(f"output={str(out)!r}: there is no such folder")
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < FEWEST_TOKENS):
         raise ValueError(f"tokens={tokens!r}: must be an integer of at least {FEWEST_TOKENS}")
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in BYTES:
+        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(BYTES)}")
     if report is not None and not Path(report).resolve().parent.is_dir():
         raise FileNotFoundError(f"report={str(report)!r}: there is no such folder")
 
@@ -156,9 +155,9 @@ def _read_config(out: Path, rows: Report) -> TNTConfig | None:
         if kept["type"] == "tnt":
             kept["config"] = TNTConfig.from_dict(fields)
             kept["config"].validate_architecture()
-            if (stored := _dtype_of(kept["config"])) not in DTYPES:
+            if (stored := _dtype_of(kept["config"])) not in BYTES:
                 del kept["config"]
-                raise ValueError(f"dtype={stored!r}: must be one of {', '.join(DTYPES)}")
+                raise ValueError(f"dtype={stored!r}: must be one of {', '.join(BYTES)}")
         return True, {}
 
     rows.check("readable", "config.json holds a valid TNT configuration", read)
@@ -250,11 +249,10 @@ def _observe_source(folder: Path, dtype: str, ids: Tensor, noise: Tensor, n: int
     except Exception as error:  # a source that does not load is wrong input, whatever the library raises for it
         raise ValueError(f"source={str(folder)!r} does not load: {type(error).__name__}: {error}") from error
     found = observe(model, ids, noise, n, lambda step: say(f"source: {step}"))
-    config, T = tnt_config(model.config), ids.shape[1]
-    kept = [min(T, config.sliding_window - 1) if "sliding" in kind else T for kind in config.layer_types]
-    per_key = 2 * config.num_key_value_heads * config.head_dim * getattr(torch, dtype).itemsize
+    T = ids.shape[1]
+    kv_bytes = sum(key_value_bytes(tnt_config(model.config), T, dtype))
     loss = next_token_loss(found["text"][None], ids)
-    accounting = {"parameters": model.num_parameters(), "kv_bytes": {T: sum(kept) * per_key}}
+    accounting = {"parameters": model.num_parameters(), "kv_bytes": {T: kv_bytes}}
     found["tolerance"], found["attention"] = rounding(found, model.dtype), model.config._attn_implementation
     return found | {"accounting": accounting | {"loss": loss, "perplexity": _exp(loss)}}
 

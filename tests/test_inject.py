@@ -34,6 +34,7 @@ from tnt_hf.conversion.liza import LiZAMemory
 
 # float64 models, but the hosts' norms, RoPE and softmax round to float32 on the way.
 CLOSE = {"rtol": 0, "atol": 1e-5}
+EXACT = {"rtol": 0, "atol": 1e-12}  # float64 throughout: the same sums, in another order
 hosts = pytest.mark.parametrize("kind", HOSTS)
 layouts = pytest.mark.parametrize("kind", ONE_OF_EACH_LAYOUT)
 closed = pytest.mark.parametrize("config", CLOSED.values(), ids=CLOSED.keys())
@@ -128,7 +129,7 @@ def test_liza_mixes_the_operator_on_attentions_own_q_k_v(kind):
     q_map, k_map = (feature_map(x, "silu-l2") for x in (q, k))
     o, _ = linear_attention(q_map, k_map, v, beta=torch.sigmoid(k.mean(-1)), implementation="recurrent")
     w = float(torch.tensor(0.3))  # as float32 has it
-    torch.testing.assert_close(output, w * o + (1 - w) * attn, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output, w * o + (1 - w) * attn, **EXACT)
     assert (logits(model, ids) - plain).abs().max() > 0.1
 
 
@@ -231,7 +232,7 @@ def test_narrowing_without_a_mask(T, L, additive):
         first = max(0, end - 4)
         weights = torch.softmax(query[:, :, end - 1, None] @ key[:, :, first:end].mT, -1)
         found = torch.softmax(scores[:, :, i, None], -1) @ v
-        torch.testing.assert_close(found, weights @ value[:, :, first:end], rtol=0, atol=1e-12)
+        torch.testing.assert_close(found, weights @ value[:, :, first:end], **EXACT)
 
 
 def test_the_window_can_be_scheduled():
@@ -308,10 +309,10 @@ def test_gradient_checkpointing_changes_nothing(kind, config, reentrant):
     loss, expected = gradients(model, ids)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     again, found = gradients(model, ids)
-    torch.testing.assert_close(again, loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(again, loss, **EXACT)
     assert found.keys() == expected.keys() and any(".memory." in name for name in found)
     for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradient, expected[name], **EXACT)
 
 
 @learned

@@ -26,7 +26,7 @@ DELEGATED = {
 }
 # Those of them that are a module with a `main` of their own.
 MAINS = {"train": "train", "eval": "evaluate", "push": "push", "demo": "demo", "bench": "benchmarks.bench"}
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     info.add_argument("overrides", metavar="FIELD=VALUE", nargs="*", help="any field of TNTConfig, value as in YAML")
     info.add_argument("--context", type=int, metavar="TOKENS", help="default: max_position_embeddings")
-    info.add_argument("--dtype", choices=ITEMSIZE, help="of the model (default: the configuration's, else float32)")
+    info.add_argument("--dtype", choices=DTYPES, help="of the model (default: the configuration's, else float32)")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     accept_fields_after_options(info, "overrides")
     info.set_defaults(run=run_info)
@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--local-chunk-sizes", type=int, nargs="+", metavar="C", help="one for all or one per memory"
     )
-    generate.add_argument("--dtype", choices=("auto", *ITEMSIZE), default="auto", help="auto is the checkpoint's")
+    generate.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto is the checkpoint's")
     generate.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
     generate.set_defaults(run=run_generate)
 
@@ -203,19 +203,16 @@ def count_parameters(config) -> dict[str, dict[str, int]]:
 
 def describe(config, context: int, dtype: str) -> dict:
     """Everything `tnt info` prints: counts, bytes per sequence and FLOPs per decoded token at `context` tokens."""
-    from tnt_hf.costs_tnt import flops_per_token, memory_state_bytes
+    from tnt_hf.costs_tnt import flops_per_token, key_value_bytes, memory_state_bytes
 
     counts = count_parameters(config)
     with_memory = set(config.memory_layer_indices)
     state_bytes = memory_state_bytes(config, dtype)
-    key_value = 2 * config.num_key_value_heads * config.head_dim * ITEMSIZE[dtype]
     layers = []
-    for index, kind in enumerate(config.layer_types):
-        has_memory, sliding = index in with_memory, "sliding" in kind
+    for index, (kind, kv_bytes) in enumerate(zip(config.layer_types, key_value_bytes(config, context, dtype))):
+        has_memory = index in with_memory
         has_attention = not (config.variant == "lmm" and has_memory)
-        # The cache keeps one key less than the window: the token being decoded brings its own.
-        keys = min(context, config.sliding_window - 1) if sliding else context
-        attention = f"window {config.sliding_window}" if sliding else "full"
+        attention = f"window {config.sliding_window}" if "sliding" in kind else "full"
         layers.append(
             LayerInfo(
                 attention=attention if has_attention else "none",
@@ -223,7 +220,7 @@ def describe(config, context: int, dtype: str) -> dict:
                 base_parameters=counts[str(index)]["base"],
                 memory_parameters=counts[str(index)]["memory"],
                 state_bytes=state_bytes // len(with_memory) if has_memory else 0,
-                kv_bytes=key_value * keys if has_attention else 0,
+                kv_bytes=kv_bytes,
             )
         )
     base = sum(count["base"] for count in counts.values())

@@ -43,12 +43,31 @@ def memory_state_bytes(config: TNTConfig, dtype: str = "float32") -> int:
     Raises:
         ValueError: a dtype that models do not have.
     """
-    if (name := str(dtype).removeprefix("torch.")) not in BYTES:
-        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(BYTES)}")
-    itemsize, total = BYTES[name], 0
+    itemsize, total = _itemsize(dtype), 0
     for name, shape in memory_state_shapes(config):
         total += math.prod(shape) * (8 if name == "time" else itemsize if name == "conv" else max(itemsize, 4))
     return total * len(config.memory_layer_indices)
+
+
+def key_value_bytes(config: TNTConfig, context: int, dtype: str = "float32") -> list[int]:
+    """Bytes of keys and values per sequence, of each layer, at a context of `context` tokens. Of a window the cache
+    keeps one token less: the one being decoded brings its own.
+
+    Raises:
+        ValueError: a dtype that models do not have.
+    """
+    per_token, memories = (
+        2 * config.num_key_value_heads * config.head_dim * _itemsize(dtype),
+        config.memory_layer_indices,
+    )
+    tokens = [min(context, config.sliding_window - 1) if "sliding" in kind else context for kind in config.layer_types]
+    return [0 if config.variant == "lmm" and i in memories else n * per_token for i, n in enumerate(tokens)]
+
+
+def _itemsize(dtype: str) -> int:
+    if (name := str(dtype).removeprefix("torch.")) not in BYTES:
+        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(BYTES)}")
+    return BYTES[name]
 
 
 def flops_per_token(config: TNTConfig, context: int) -> dict[str, int]:
