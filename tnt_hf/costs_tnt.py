@@ -56,12 +56,10 @@ def key_value_bytes(config: TNTConfig, context: int, dtype: str = "float32") -> 
     Raises:
         ValueError: a dtype that models do not have.
     """
-    per_token, memories = (
-        2 * config.num_key_value_heads * config.head_dim * _itemsize(dtype),
-        config.memory_layer_indices,
-    )
+    per_token = 2 * config.num_key_value_heads * config.head_dim * _itemsize(dtype)
     tokens = [min(context, config.sliding_window - 1) if "sliding" in kind else context for kind in config.layer_types]
-    return [0 if config.variant == "lmm" and i in memories else n * per_token for i, n in enumerate(tokens)]
+    without = config.memory_layer_indices if config.variant == "lmm" else []
+    return [0 if index in without else per_token * kept for index, kept in enumerate(tokens)]
 
 
 def _itemsize(dtype: str) -> int:
