@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tnt_hf.derivative_tnt import once_differentiable
+
 
 NAME = "blocked_causal"
 BLOCK = 64  # queries; the fastest of 32, 64 and 128 here
@@ -71,7 +73,7 @@ class _Blocks(torch.autograd.Function):
         return torch.softmax(scores, -1, out=out)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, d_out):
         q, k, v, *kept = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -25,7 +25,7 @@ PACKAGES = {
 }
 
 # Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, denormals,
-# grid, coefficients, network, scan, block, reverse, projection and step belong to memory_tnt (torch only),
+# derivative, grid, coefficients, network, scan, block, reverse, projection and step belong to memory_tnt (torch only),
 # kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, features, convolution,
 # masks and continuation to modeling_tnt, state to cache_tnt.
 ARROWS = {
@@ -34,12 +34,14 @@ ARROWS = {
     "network_tnt": set(),
     "denormals_tnt": set(),
     "precision_tnt": set(),
-    "coefficients_tnt": {"denormals_tnt"},
+    "derivative_tnt": set(),
+    "coefficients_tnt": {"derivative_tnt", "denormals_tnt"},
     "grid_tnt": set(),
     "scan_tnt": {"features_tnt", "network_tnt", "coefficients_tnt"},
     "rebuild_tnt": {"features_tnt", "network_tnt", "coefficients_tnt", "scan_tnt"},
     "block_tnt": {"features_tnt", "network_tnt", "coefficients_tnt", "scan_tnt", "rebuild_tnt"},
     "reverse_tnt": {
+        "derivative_tnt",
         "denormals_tnt",
         "network_tnt",
         "coefficients_tnt",
@@ -55,6 +57,7 @@ ARROWS = {
     "kernels_local_tnt": {"kernels_parts_tnt"},
     "kernels_local_reverse_tnt": {"kernels_local_tnt", "kernels_parts_tnt"},
     "kernels_tnt": {
+        "derivative_tnt",
         "coefficients_tnt",
         "scan_tnt",
         "kernels_parts_tnt",
@@ -63,6 +66,7 @@ ARROWS = {
         "kernels_global_tnt",
     },
     "projection_tnt": {
+        "derivative_tnt",
         "grid_tnt",
         "inputs_tnt",
         "kernels_choice_tnt",
@@ -70,9 +74,9 @@ ARROWS = {
         "kernels_projection_tnt",
         "precision_tnt",
     },
-    "kernels_projection_tnt": {"kernels_parts_tnt"},
+    "kernels_projection_tnt": {"derivative_tnt", "kernels_parts_tnt"},
     "kernels_chunk_tnt": {"kernels_parts_tnt"},
-    "kernels_global_tnt": {"kernels_parts_tnt", "kernels_chunk_tnt"},
+    "kernels_global_tnt": {"derivative_tnt", "kernels_parts_tnt", "kernels_chunk_tnt"},
     "kernels_decode_tnt": {"kernels_parts_tnt"},
     "memory_tnt": {
         "step_tnt",
@@ -92,7 +96,7 @@ ARROWS = {
     },
     "state_tnt": {"configuration_tnt", "step_tnt"},
     "cache_tnt": {"configuration_tnt", "costs_tnt", "state_tnt"},
-    "convolution_tnt": {"grid_tnt"},
+    "convolution_tnt": {"derivative_tnt", "grid_tnt"},
     "features_tnt": set(),
     "gate_tnt": {"configuration_tnt", "precision_tnt"},
     "branch_tnt": {
@@ -112,7 +116,7 @@ ARROWS = {
         "tokens_tnt",
     },
     "tokens_tnt": {"convolution_tnt", "kernels_features_tnt", "precision_tnt", "projection_tnt"},
-    "kernels_features_tnt": {"kernels_parts_tnt"},
+    "kernels_features_tnt": {"derivative_tnt", "kernels_parts_tnt"},
     "window_tnt": {"precision_tnt"},
     "masks_tnt": {"cache_tnt", "configuration_tnt", "grid_tnt", "window_tnt"},
     "modeling_tnt": {
@@ -132,7 +136,13 @@ ARROWS = {
 }
 TORCH_ONLY = {name for name, siblings in ARROWS.items() if "configuration_tnt" not in siblings} - {"configuration_tnt"}
 HUB_PACKAGES = {"torch", "transformers", "huggingface_hub", "safetensors"}
-NO_TENSORS = {"configuration_tnt", "costs_tnt", "denormals_tnt", "precision_tnt"}  # or none with axes
+NO_TENSORS = {
+    "derivative_tnt",
+    "configuration_tnt",
+    "costs_tnt",
+    "denormals_tnt",
+    "precision_tnt",
+}  # or none with axes
 MAX_LINES = {"memory_tnt.py": 600, "modeling_tnt.py": 900}
 TRAVELLING = sorted((ROOT / "tnt_hf").glob("*_tnt.py"))
 CODE = sorted(

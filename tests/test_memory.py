@@ -469,7 +469,7 @@ def test_it_learns_without_autograd():
 
 def test_no_inner_autograd_in_the_source():
     """The only uses of torch.autograd are the hand-written outer backward passes."""
-    allowed = {"torch.autograd.Function", "torch.autograd.function.once_differentiable"}
+    allowed = {"torch.autograd.Function"}
     for module in MODULES:
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Attribute):

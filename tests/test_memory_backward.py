@@ -214,3 +214,26 @@ def test_compiled_autograd_calls_the_backward_as_it_is():
             for x in inputs:
                 x.grad = None
     assert_same(*gradients)
+
+
+def hessian_product(implementation, activation="silu", layernorm=False):
+    """H c of a function of k that the memory is a part of, as autograd has it and from differences of its gradient."""
+    (q, k, v, lr), weights, gates = make_inputs(T=6, layernorm=layernorm)
+    c = torch.randn(k.shape, dtype=k.dtype, generator=torch.Generator().manual_seed(1))
+
+    def gradient(k, **graph):
+        k = k.detach().requires_grad_()
+        options = {"chunk_size": 4, "activation": activation, "implementation": implementation}
+        o, _ = memory_chunkwise(q, k, v, lr, weights, **options, **gates)
+        return k, torch.autograd.grad((o.sum() + k).square().sum(), k, **graph)[0]
+
+    k, first = gradient(k, create_graph=True)
+    ahead, behind = (gradient(k + step * c)[1] for step in (1e-6, -1e-6))
+    return torch.autograd.grad((first * c).sum(), k)[0], (ahead - behind) / 2e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"layernorm": True}, {"activation": "gelu"}])
+def test_second_derivatives_are_those_of_the_naive_form_or_an_error(options):
+    torch.testing.assert_close(*hessian_product("naive", **options), rtol=1e-6, atol=1e-6)  # of central differences
+    with pytest.raises(RuntimeError, match="create_graph=True.*naive"):
+        hessian_product("chunk", **options)

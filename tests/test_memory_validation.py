@@ -68,6 +68,8 @@ def test_bad_tensors_are_named():
         project_queries(q, k, reset_interval=-1)
     with pytest.raises(ValueError, match="initial_state.time.*int64"):
         project_queries(q, k, reset_interval=4, initial_state=(torch.zeros(1, 2, 4, 4, dtype=q.dtype), 3))
+    with pytest.raises(ValueError, match="initial_state.time.*-3"):
+        project_queries(q, k, reset_interval=4, initial_state=(q.new_zeros(1, 2, 4, 4), torch.tensor([-3])))
     state = memory_chunkwise(q, k, v, lr, weights, chunk_size=4, output_final_state=True)[1]
     with pytest.raises(ValueError, match="initial_state.momentum must be a tensor"):
         memory_chunkwise(q, k, v, lr, weights, momentum=lr, chunk_size=4, initial_state=state)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .denormals_tnt import without_denormals
+from .derivative_tnt import once_differentiable
 
 
 class Coef(NamedTuple):
@@ -90,7 +91,7 @@ class _AllRows(torch.autograd.Function):
         return c, A, D, N[-1, :, 2:].clone(), N[-1, :, 1].clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     @without_denormals
     def backward(ctx, dc, dA, dD, ds_end, dm_end):
         theta, mu, keep, present = ctx.saved_tensors

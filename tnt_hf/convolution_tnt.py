@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .derivative_tnt import once_differentiable
 from .grid_tnt import document_starts, made_once
 
 
@@ -42,7 +43,7 @@ class _Taps(torch.autograd.Function):
             yield slice(start, stop), [x[:, start + i : stop + i] for i in range(K)]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, d_y: Tensor):
         x, weight = ctx.saved_tensors
         taps = weight[:, 0].t().contiguous()

@@ -126,6 +126,8 @@ def check_projection_state(M: Tensor | None, time: Tensor, q: Tensor, H: int, K:
         found = f"{time.dtype} {list(time.shape)}" if isinstance(time, Tensor) else _brief(time)
         raise ValueError(f"initial_state.time must be int64 [{B}], got {found}")
     check_device("initial_state.time", time, q)
+    if time.is_cpu and not torch.compiler.is_compiling() and bool((time < 0).any()):  # on a GPU a look would wait
+        raise ValueError(f"initial_state.time must count tokens, got {time.tolist()}")
 
 
 def _brief(x) -> str:

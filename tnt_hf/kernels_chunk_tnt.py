@@ -152,7 +152,7 @@ def write_sums(
             square = tl.sum(X.to(tl.float32) * X.to(tl.float32), 1) * tl.sum(delta * delta, 1)
             if L == 2:
                 square += tl.sum(a * a, 1) * tl.sum(top * top, 1)
-            limit = bound / tl.sqrt(tl.maximum(square, bound * bound))
+            limit = bound / tl.maximum(tl.sqrt(square), bound)
             scale *= limit
         G1 += dot(tl.trans(X), scale[:, None] * delta, DT)
         if L == 2:
@@ -231,7 +231,7 @@ def write_reverse(
             if L == 2:
                 a2, top2 = tl.sum(a * a, 1), tl.sum(top * top, 1)
                 square += a2 * top2
-            limit = bound / tl.sqrt(tl.maximum(square, bound * bound))
+            limit = bound / tl.maximum(tl.sqrt(square), bound)
             raw = scale
             scale *= limit
         d_delta = dot_exact(X, behind1, DT)
@@ -266,7 +266,8 @@ def write_reverse(
                 d_scale *= limit
             tl.store(d_s + token, -d_scale, mask=inside)
         if BOUND:  # d limit / d square = -limit / (2 square) where the bound holds
-            d_square = tl.where(square > bound * bound, -d_limit * limit / tl.maximum(square, bound * bound), 0.0)
+            over = tl.sqrt(square) > bound
+            d_square = tl.where(over, -d_limit * limit / tl.where(over, square, 1.0), 0.0)
             d_X += (d_square * delta2)[:, None] * X.to(tl.float32)
             d_delta += (d_square * key2)[:, None] * delta
             if L == 2:

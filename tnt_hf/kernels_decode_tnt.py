@@ -119,7 +119,7 @@ def token(
                 square += tl.sum(key * key, 0) * tl.sum(delta * delta, 0)
             a = through(hidden(key, first), L, ACT)
             square += tl.sum(a * a, 0) * tl.sum(top * top, 0)
-        theta *= bound / tl.sqrt(tl.maximum(square, bound * bound))
+        theta *= bound / tl.maximum(tl.sqrt(square), bound)
     if MOMENTUM:
         mu = tl.load(momentum + p).to(tl.float32)
     if DECAY:

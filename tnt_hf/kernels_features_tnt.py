@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .derivative_tnt import once_differentiable
 from .kernels_parts_tnt import jit, load, phi, row_norms, slope, store, through_unit, tl, triton, unit
 
 
@@ -108,7 +109,7 @@ class TritonFeatures(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, d_y):
         x, weight, documents = ctx.saved_tensors
         d_y, d_z, d_weight = d_y.contiguous(), torch.empty_like(x), None

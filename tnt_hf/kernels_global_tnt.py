@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .derivative_tnt import once_differentiable
 from .kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
 from .kernels_parts_tnt import REGISTERS, generation, operand, rows_of_tile
 
@@ -75,7 +76,7 @@ class TritonGlobal(torch.autograd.Function):
         return chunks.read(starts), loss, *final
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, d_o, _, *d_final):
         plan, L, saved = ctx.plan, ctx.depth, ctx.saved_tensors  # to be read once: gradient checkpointing makes them
         q, k, v, *coef = saved[:9]

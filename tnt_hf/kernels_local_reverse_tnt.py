@@ -227,8 +227,8 @@ def reverse_kernel(
             if MOMENTUM:
                 g_shrink += g_end_S * raw_end_S
                 g_end_S *= shrink
-            over = tl.maximum(square, bound * bound)
-            g_square = tl.where(square > bound * bound, -shrink / over * g_shrink, 0.0)[:, None]
+            over = tl.sqrt(square) > bound
+            g_square = tl.where(over, -shrink / tl.where(over, square, 1.0) * g_shrink, 0.0)[:, None]
             wide_a = a.to(tl.float32)
             g_a += g_square * tl.sum(delta * delta, 1)[:, None] * wide_a
             g_delta += g_square * tl.sum(wide_a * wide_a, 1)[:, None] * delta

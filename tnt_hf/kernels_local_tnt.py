@@ -112,11 +112,12 @@ def inner_gradient(
 
 @jit
 def bound_scale(key, below, a, delta, bound, DEPTH: tl.constexpr):
-    """(s, |g|^2) with s = min(1, bound / |g|) per token, |g|^2 over all layers."""
+    """(s, |g|^2) with s = min(1, bound / |g|) per token, |g|^2 over all layers. No square of the bound: it may be
+    outside of float32."""
     square = tl.sum(a * a, 1) * tl.sum(delta * delta, 1)
     if DEPTH == 2:
         square += tl.sum(key * key, 1) * tl.sum(below * below, 1)
-    return bound / tl.sqrt(tl.maximum(square, bound * bound)), square
+    return bound / tl.maximum(tl.sqrt(square), bound), square
 
 
 @jit

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .derivative_tnt import once_differentiable
 from .kernels_parts_tnt import (
     dot,
     jit,
@@ -127,7 +128,7 @@ class TritonProjection(torch.autograd.Function):
         return out, after
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, d_out, d_M):
         q, u, M, *normed = ctx.saved_tensors
         d_out, d_q, d_u = d_out.to(q.dtype).contiguous(), torch.empty_like(q), torch.empty_like(u)

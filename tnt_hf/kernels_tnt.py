@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .coefficients_tnt import Coef, chunk_coefficients
+from .derivative_tnt import once_differentiable
 from .kernels_global_tnt import TritonGlobal
 from .kernels_local_reverse_tnt import reverse_kernel
 from .kernels_local_tnt import forward_kernel
@@ -168,7 +169,7 @@ class TritonScan(torch.autograd.Function):
         return o, loss, end, x_end
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, d_o, _, d_end, d_x_end):
         plan, shape, (*inputs, kept) = ctx.plan, ctx.shape, ctx.saved_tensors
         q, k, v, theta, c, A, D, s_end, m_end, gain, bias, state, x, target = inputs

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .derivative_tnt import once_differentiable
 from .grid_tnt import Layout, batch_layout, dense_grid
 from .inputs_tnt import check_flag, check_positive, check_projection_state, check_rows, check_tensor
 from .kernels_choice_tnt import choose, unsupported_projection
@@ -36,7 +37,7 @@ class _Unit(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, d_out):
         out, norm = ctx.saved_tensors
         if out.is_cpu and out.dtype.itemsize >= 4 and out.numel() and not torch.compiler.is_compiling():
@@ -78,7 +79,7 @@ class _RunningProjection(torch.autograd.Function):
         return out, M
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, d_out, d_M):
         with full_precision(d_out.device):  # unlike the forward, it may be called inside one
             return None, None, None, *_projection_gradients(*ctx.saved_tensors, *ctx.grid, d_out, d_M)

@@ -18,6 +18,7 @@ from torch import Tensor
 from .block_tnt import Backward, BlockBackward, Running
 from .coefficients_tnt import Coef
 from .denormals_tnt import without_denormals
+from .derivative_tnt import once_differentiable
 from .precision_tnt import full_precision
 from .rebuild_tnt import rebuild
 from .scan_tnt import Ends, Plan, Tape, blank_tape, blocks, cut, offsets, scan, write_chunk
@@ -63,7 +64,7 @@ class ChunkScan(torch.autograd.Function):
         return o, loss, *(y for x in final for y in (x or [None] * depth))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, d_o, _, *d_final):
         with full_precision(d_o.device):  # unlike the forward, it may be called inside one
             return None, None, *_gradients(ctx, d_o, d_final)

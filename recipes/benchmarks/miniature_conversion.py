@@ -32,7 +32,7 @@ from tnt_hf.recipes.benchmarks.miniature_report import mean_and_std, plus_minus
 from tnt_hf.recipes.corpus import read_corpus
 from tnt_hf.recipes.demo_conversion import MEMORY, ConversionData, ConversionPlan, measured_on, train_source
 from tnt_hf.recipes.demo_jobs import losses_by_position, shuffled
-from tnt_hf.recipes.distillation import RATES, DistillationTrainer, with_lora
+from tnt_hf.recipes.distillation import RATES, distiller, with_lora
 from tnt_hf.recipes.pictures import finish
 from tnt_hf.recipes.training import train_in_order
 
@@ -88,7 +88,7 @@ def train_student(name: str, plan: ConversionPlan, source: Path, rows, held_out,
 
     def trainer(*arguments, callbacks, **keywords):
         keywords |= {"teacher": teacher, "callbacks": [*callbacks, *schedule], "rates": RATES | {"lora": LORA_RATE}}
-        return DistillationTrainer(*arguments, **keywords)
+        return distiller(*arguments, **keywords)
 
     samples = [{"input_ids": row, "labels": row} for row in rows]
     settings = {"warmup_steps": max(1, min(10, plan.steps // 10)), "weight_decay": 0.0, "bf16": True}
