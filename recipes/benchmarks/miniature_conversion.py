@@ -45,7 +45,8 @@ STUDENTS = (LORA, TNT, LIZA)
 SOURCE_SEED = 0
 LORA_RATE = 2e-3  # of every student; the demo has since found a better one
 ROWS = (SOURCE, WINDOW, LORA, TNT, LIZA)
-CONVERTED = {LORA: {"memory_layers": []}, TNT: MEMORY}  # what the conversion is told
+# What the conversion is told; the demo's memories have been bounded since.
+CONVERTED = {LORA: {"memory_layers": []}, TNT: MEMORY | {"memory_grad_bound": None}}
 # TPTT's published settings: the delta rule without parameters of its own, mixed in up to a half.
 LIZA_SETTINGS = {"operator": "delta_rule", "feature_map": "silu-l2", "gate": "pooled"}
 MAG_SCHEDULE = {"mode": "gradual", "initial_weight": 0.01, "final_weight": 0.5, "transition_step": 100}
