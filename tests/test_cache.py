@@ -508,3 +508,14 @@ def test_a_long_random_context_stays_bounded():
         sizes[scaling] = max(x.abs().max().item() for x in states if x.is_floating_point())
     assert sizes["capped"] < 1e3, sizes
     assert not sizes["none"] < 1e3, sizes
+
+
+def test_masks_and_caches_have_the_shape_of_the_call():
+    model, ids = tiny_model(), tokens(2, 9)
+    for shape in ((2, 8), (2, 12), (3, 9), (1, 9)):
+        with pytest.raises(ValueError, match=rf"attention_mask has the shape \[{shape[0]}, {shape[1]}\].*\[2, 9\]"):
+            model(ids, attention_mask=torch.ones(shape), use_cache=False)
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+        with pytest.raises(ValueError, match="past_key_values holds 2 rows, and 1 are given"):
+            model(ids[:1, :2], past_key_values=cache)

@@ -5,6 +5,7 @@ import re
 import warnings
 
 import pytest
+import torch
 from tiny import MODES, TINY, tiny_config
 from transformers import AutoConfig
 
@@ -231,3 +232,47 @@ def test_rates_are_scaled_by_the_chunk_they_were_trained_with(scaling, factors):
     assert lr_factors(tiny_config(**sizes, memory_lr_scaling=scaling)) == factors
     trained = {"local_chunk_sizes": [1, 1], "memory_train_chunk_sizes": [256, 16, 64]}
     assert lr_factors(tiny_config(**sizes | trained, memory_lr_scaling=scaling)) == factors
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("local_chunk_sizes", [0, 2], "local_chunk_sizes"),
+        ("memory_depth", 0, "memory_depth"),
+        ("sliding_window", 0, "sliding_window"),
+        ("memory_layers", [5], "memory_layers"),
+        ("num_hidden_layers", 3, "layer_types"),
+        ("num_persistent_tokens", -1, "num_persistent_tokens"),
+        ("local_reset_interval", [16], "local_reset_interval"),
+        ("layer_types", ["full_attention"] * 2, None),
+        ("head_dim", None, None),
+        ("memory_max_lr", None, None),
+    ],
+)
+def test_fields_that_were_assigned_are_checked_and_filled_in_when_a_model_is_made(field, value, message):
+    config = tiny_config(local_chunk_sizes=[2, 4])
+    setattr(config, field, value)
+    if message is None:
+        model, ids = TNTForCausalLM(config).eval(), torch.arange(2, 9)[None]
+        assert torch.isfinite(model(ids).logits).all() and model.generate(ids, max_new_tokens=2).shape == (1, 9)
+    else:
+        with pytest.raises(ValueError, match=f"TNTConfig.{message}"):
+            TNTForCausalLM(config)
+
+
+def test_the_number_of_memories_is_that_of_the_model():
+    model, ids = TNTForCausalLM(tiny_config(local_chunk_sizes=[2, 4])), torch.arange(2, 9)[None]
+    for sizes in ([1], 1, [1, 1, 1], []):
+        model.config.local_chunk_sizes = sizes
+        with pytest.raises(ValueError, match=r"local_chunk_sizes=\[.*one entry for each of 2 local memories"):
+            model(ids)
+    model.config.local_chunk_sizes = [1, 1]
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_a_misspelt_field_is_named(tmp_path, recwarn):
+    TNTConfig().save_pretrained(tmp_path)
+    TNTConfig.from_pretrained(tmp_path, num_labels=3)
+    assert not [w for w in recwarn if "no field" in str(w.message)]
+    with pytest.warns(UserWarning, match="TNTConfig.local_chunk_size: no field.*'local_chunk_sizes'"):
+        TNTConfig(local_chunk_size=[8])

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM, TNTModel
+from tnt_hf.presets import PRESETS
 
 
 EXACT, SINGLE = 1e-9, 1e-4  # float64 and float32 tolerances
@@ -574,19 +575,16 @@ def test_memory_layers_and_names():
     assert names - memory == {name for name, _ in llama.named_parameters()}
 
 
-def test_baselines_of_the_docstring():
-    """The one-liners documented in TNTConfig build what they say."""
-    code = TNTConfig.__doc__.split("```python")[1].split("```")[0]
-    made = {}
-    exec("\n".join(line.strip() for line in code.splitlines()), {"TNTConfig": TNTConfig}, made)
+def test_the_presets_build_what_they_say():
+    made = {name: TNTConfig(**fields) for name, fields in PRESETS.items()}
     titans, ttt = made["titans"].memory_specs, made["ttt"].memory_specs
     assert [(s.reset_interval, s.read, s.query_projection) for s in titans + ttt] == [(None, "current", "none")] * 2
     assert made["titans"].memory_momentum and made["titans"].memory_decay
     assert made["ttt"].memory_layernorm and made["ttt"].memory_residual and not made["ttt"].memory_decay
-    assert set(made["sliding_window_only"].layer_types) == {"sliding_attention"}
-    assert set(made["transformer"].layer_types) == set(made["gated_transformer"].layer_types) == {"full_attention"}
-    assert made["gated_transformer"].attention_output_gate
-    for config in (made[name] for name in made if name != "one_memory"):
+    assert set(made["sliding-window-only"].layer_types) == {"sliding_attention"}
+    assert set(made["transformer"].layer_types) == set(made["gated-transformer"].layer_types) == {"full_attention"}
+    assert made["gated-transformer"].attention_output_gate
+    for config in made.values():
         small = {**config.to_dict(), **{field: TINY[field] for field in BACKBONE}}
         small |= {"num_key_value_heads": 2, "head_dim": 8, "memory_num_heads": 2, "memory_head_dim": 8}
         small.pop("layer_types")

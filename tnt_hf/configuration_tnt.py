@@ -6,6 +6,7 @@ This file travels with every pushed checkpoint and imports no sibling.
 
 import math
 import warnings
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from huggingface_hub.dataclasses import strict
@@ -38,10 +39,8 @@ AT_LEAST_1 = (
 AT_LEAST_0, MEMORIES = ("num_persistent_tokens", "memory_conv_kernel"), {"global_chunk_size", "local_chunk_sizes"}
 POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
-AUTO_MAP = {
-    "AutoConfig": "configuration_tnt.TNTConfig", "AutoModel": "modeling_tnt.TNTModel",
-    "AutoModelForCausalLM": "modeling_tnt.TNTForCausalLM",
-}  # fmt: skip
+AUTO_MAP = {"AutoConfig": "configuration_tnt.TNTConfig", "AutoModel": "modeling_tnt.TNTModel"}
+AUTO_MAP |= {"AutoModelForCausalLM": "modeling_tnt.TNTForCausalLM"}
 
 
 class MemorySpec(NamedTuple):
@@ -75,16 +74,7 @@ class TNTConfig(PreTrainedConfig):
     | mu_t, momentum; alpha_t, forgetting | `memory_momentum`; `memory_decay`, `memory_decay_target` |
     | N_p, persistent tokens; MAG, MAL, LMM | `num_persistent_tokens`; `variant`, `memory_gate` |
 
-    Baselines are one line of configuration of the same classes:
-
-    ```python
-    one_memory = dict(global_chunk_size=16, global_read="current", local_chunk_sizes=[])
-    titans = TNTConfig(**one_memory, memory_momentum=True, memory_decay=True)
-    ttt = TNTConfig(**one_memory, memory_layernorm=True, memory_residual=True)
-    sliding_window_only = TNTConfig(memory_layers=[])
-    transformer = TNTConfig(memory_layers=[], sliding_window=None)
-    gated_transformer = TNTConfig(memory_layers=[], sliding_window=None, attention_output_gate=True)
-    ```
+    Titans, TTT, a sliding window alone and Transformers are configurations of the same classes: `presets.PRESETS`.
 
     Args:
         > Backbone: what is not listed is as in `LlamaConfig`; every RoPE type works.
@@ -130,7 +120,8 @@ class TNTConfig(PreTrainedConfig):
         memory_lr_scaling (`str`, defaults to `"capped"`): factor of theta: 1 (`"none"`), C^-1/2 (`"train_chunk"`), or
             min(1, 64 / C). C is frozen in `memory_train_chunk_sizes` (global first; `None`: the sizes given).
         memory_momentum, memory_decay (`bool`, default `False`), memory_decay_target (`"init"` W_init, or `"zero"`),
-        memory_grad_bound (`float`, *optional*): limit on |g_t|. memory_rule, omega_window: only `"gradient"`, 1 yet.
+        memory_grad_bound (`float`, *optional*): limit on |g_t|; 1.0, as in the recipes, keeps memories from diverging
+            where keys are alike (`None`: the papers). memory_rule, omega_window: only `"gradient"`, 1 yet.
         memory_implementation: `"chunk"`, `"naive"`, `"triton"` (or raise), `"auto"` (Triton on CUDA where it can run).
 
     Raises:
@@ -200,6 +191,17 @@ class TNTConfig(PreTrainedConfig):
     memory_implementation: str = "auto"
 
     def __post_init__(self, **kwargs):
+        for name in kwargs:
+            if (near := get_close_matches(name, self.__dataclass_fields__, 1, 0.85)) and near[0] != name:
+                warnings.warn(f"TNTConfig.{name}: no field of this name; {near[0]!r} is one.", stacklevel=2)
+        self.resolve()
+        super().__post_init__(**kwargs)
+        if (rope_type := self.rope_parameters.get("rope_type")) != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            self._fail("rope_parameters", "must be one flat dict with a rope_type of transformers")
+        self.auto_map = dict(getattr(self, "auto_map", None) or AUTO_MAP)
+
+    def resolve(self):
+        """Checks every field and fills in those that are `None`; again where fields were assigned to since."""
         self._check_values()
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         if self.head_dim is None:
@@ -213,17 +215,12 @@ class TNTConfig(PreTrainedConfig):
         self.memory_max_lr = self.memory_max_lr or (0.5 if self.memory_depth == 1 else 0.1)
         if self.memory_gate_init is None:
             self.memory_gate_init = {"add": 1.0, "mix": 0.5}.get(self.memory_gate)
-        sizes = self.local_chunk_sizes
-        self.local_chunk_sizes = [8, 16] if sizes is None else [sizes] if isinstance(sizes, int) else list(sizes)
+        self.local_chunk_sizes = [8, 16] if self.local_chunk_sizes is None else list(self.local_chunk_sizes)
         if self.memory_lr_scaling != "none" and self.memory_train_chunk_sizes is None:
             self.memory_train_chunk_sizes = [spec.chunk_size for spec in self.memory_specs]
         self._resolve_layer_types()
         # Checked here and not only by `@strict` afterwards, whose errors are no ValueError.
         self.validate_architecture()
-        super().__post_init__(**kwargs)
-        if (rope_type := self.rope_parameters.get("rope_type")) != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
-            self._fail("rope_parameters", "must be one flat dict with a rope_type of transformers")
-        self.auto_map = dict(getattr(self, "auto_map", None) or AUTO_MAP)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -294,7 +291,7 @@ class TNTConfig(PreTrainedConfig):
         if self.memory_layers and not self.memory_specs:
             self._fail("memory_layers", "needs global_chunk_size or local_chunk_sizes")
         if self.memory_layer_indices:
-            for check in (self._validate_heads, self._validate_combination, self._validate_intervals):
+            for check in (self._validate_heads, self._validate_intervals, self._validate_combination):
                 check()
 
     def _validate_heads(self):
@@ -390,6 +387,8 @@ _strict_setattr = TNTConfig.__setattr__
 
 
 def _setattr(self, name, value):
+    if name == "local_chunk_sizes" and type(value) is int:
+        value = [value]
     try:
         _strict_setattr(self, name, value)
     except StrictDataclassFieldValidationError as error:  # is no ValueError, which this package promises

@@ -100,6 +100,23 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
         )
 
 
+def check_batch(cache: Cache | None, attention_mask: Any, past: int | Tensor, batch: int, length: int) -> None:
+    """
+    Raises:
+        ValueError: `attention_mask` is not `[B, past + T]`, or `past_key_values` holds another number of rows.
+    """
+    if torch.compiler.is_compiling():
+        return
+    read, shape = None if cache is None else tokens_read(cache), (batch, int(past) + length)
+    if read is not None and len(read) != batch:
+        raise ValueError(f"past_key_values holds {len(read)} rows, and {batch} are given: a row goes on from its own.")
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 and attention_mask.shape != shape:
+        raise ValueError(
+            f"attention_mask has the shape {list(attention_mask.shape)}: it must be {list(shape)}, a column for each"
+            f" of {int(past)} cached and {length} new tokens."
+        )
+
+
 def check_mask(cache: Cache, attention_mask: Tensor, past: int) -> None:
     """
     Raises:

@@ -42,7 +42,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .branch_tnt import Beside, TNTInitialWeights, TNTMemory, TNTMemoryUnit
 from .cache_tnt import TNTCache
 from .configuration_tnt import LAYER_TYPES, TNTConfig
-from .continuation_tnt import EndedRows, NotingCriteria, check_cache, check_continuation, check_mask
+from .continuation_tnt import EndedRows, NotingCriteria, check_batch, check_cache, check_continuation, check_mask
 from .convolution_tnt import TNTCausalConv
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
 from .masks_tnt import build_masks, default_positions, document_ids
@@ -447,7 +447,8 @@ class TNTModel(TNTPreTrainedModel):
 
     def __init__(self, config: TNTConfig):
         super().__init__(config)
-        config.validate_architecture()  # its fields may have changed since it was made
+        config.resolve()  # its fields may have changed since it was made
+        self.memory_count = len(config.memory_specs)  # the sizes of their chunks may change, their number not
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -483,7 +484,7 @@ class TNTModel(TNTPreTrainedModel):
 
         Raises:
             ValueError: both or none of `input_ids` and `inputs_embeds`; a cache that cannot hold a memory; a mask that
-                does not cover the cached tokens; packing together with a cache.
+                does not cover the cached tokens; packing together with a cache; another number of memories.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             given = "none" if input_ids is None else "both"
@@ -498,10 +499,17 @@ class TNTModel(TNTPreTrainedModel):
                 f"attention_mask has the keys {list(attention_mask)}: make it with create_masks_for_generate."
             )
         past, layout = 0, StateLayout.of(self.config)
+        if len(layout.specs) != self.memory_count:
+            sizes, count = (
+                self.config.local_chunk_sizes,
+                self.memory_count - (self.config.global_chunk_size is not None),
+            )
+            raise ValueError(f"local_chunk_sizes={sizes!r}: needs one entry for each of {count} local memories.")
         if past_key_values is not None:
             check_cache(past_key_values, self.config, layout)
             past = past_key_values.get_seq_length()
             check_continuation(past_key_values, attention_mask, past, T)
+        check_batch(past_key_values, attention_mask, past, B, T)
 
         segment_ids = None
         if past_key_values is None or not torch.compiler.is_compiling():
