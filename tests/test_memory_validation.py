@@ -73,3 +73,11 @@ def test_bad_tensors_are_named():
     state = memory_chunkwise(q, k, v, lr, weights, chunk_size=4, output_final_state=True)[1]
     with pytest.raises(ValueError, match="initial_state.momentum must be a tensor"):
         memory_chunkwise(q, k, v, lr, weights, momentum=lr, chunk_size=4, initial_state=state)
+
+
+def test_what_an_absent_token_holds_is_not_read_by_the_projection():
+    (q, k, *_), _, _ = make_inputs(T=1)
+    M, time, absent = q.new_ones(1, 2, 4, 4), torch.tensor([3]), torch.zeros(1, 1, dtype=torch.bool)
+    options = {"reset_interval": 8, "mask": absent, "initial_state": (M, time), "output_final_state": True}
+    out, after = project_queries(q * torch.nan, k * torch.nan, **options)
+    assert not out.any() and after.equal(M)

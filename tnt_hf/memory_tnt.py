@@ -63,8 +63,9 @@ def _run_tokens(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
         tensors = (q, k, v, lr, momentum, decay)
         absent = [None if x is None else ~mask.view(B, T, *[1] * (x.dim() - 2)) for x in tensors]
         q, k, v, lr, momentum, decay = (None if x is None else x.masked_fill(y, 0) for x, y in zip(tensors, absent))
-    fresh = _fresh_state(init, B, momentum is not None, options["query_projection"] != "none", K)
-    state = fresh if state is None else state
+    if state is None or segment_ids is not None:
+        fresh = _fresh_state(init, B, momentum is not None, options["query_projection"] != "none", K)
+        state = fresh if state is None else state
     segment, outputs, losses = None, [], []
     for t in range(T):
         present = None if mask is None else mask[:, t]

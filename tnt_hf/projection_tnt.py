@@ -183,7 +183,7 @@ def _project_one(q, k, dtype, interval, normalize, mask, segment_ids, initial_st
     out = F.normalize(out, dim=-1) if normalize else out
     if mask is not None:
         present = mask.view(-1, 1, 1, 1)
-        out, new = out * present, torch.where(present, new, M)
+        out, new = torch.where(present, out, 0.0), torch.where(present, new, M)
     return out.flatten(1, 2)[:, None].to(q.dtype), new if output_final_state else None
 
 
