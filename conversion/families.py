@@ -110,8 +110,8 @@ DESCRIPTIVE = frozenset({
     "head_dim", "dtype", "torch_dtype", "architectures", "model_type", "transformers_version", "auto_map",
     "return_dict", "output_hidden_states", "output_attentions", "id2label", "label2id", "num_labels", "problem_type",
     "task_specific_params", "chunk_size_feed_forward", "tokenizer_class", "tie_last_hidden_states", "name_or_path",
-    "attn_implementation", "is_heterogeneous", "rope_theta", "rope_scaling", "unsloth_fixed", "unsloth_version",
-    "model_max_length", "max_sequence_length", "tokenizer_model_max_length", "is_llama_config",
+    "attn_implementation", "is_heterogeneous", "rope_theta", "rope_scaling", "partial_rotary_factor", "unsloth_fixed",
+    "unsloth_version", "model_max_length", "max_sequence_length", "tokenizer_model_max_length", "is_llama_config",
     "transformers.js_config",
 })  # fmt: skip
 # Fields of TNTConfig that a conversion may set. The backbone is the source's.
@@ -235,9 +235,11 @@ def _check_rope(config: PreTrainedConfig, family: Family) -> None:
     for name in ("rope_theta", "factor"):
         if rope.get(name) is not None and rope[name] <= 0:
             raise ValueError(f"rope_parameters.{name}={rope[name]!r}: must be positive")
-    if rope.get("partial_rotary_factor") not in (None, 1) and not family.partial_rotary:
-        factor = rope["partial_rotary_factor"]
-        raise ValueError(f"rope_parameters.partial_rotary_factor={factor!r}: {config.model_type} rotates all channels")
+    # The library moves a factor at the top level into rope_parameters, but not one that a configuration got later.
+    for where, holder in (("rope_parameters.", rope), ("", vars(config))):
+        factor = holder.get("partial_rotary_factor")
+        if factor not in (None, 1) and not family.partial_rotary:
+            raise ValueError(f"{where}partial_rotary_factor={factor!r}: {config.model_type} rotates all channels")
 
 
 def _attention(base: dict[str, Any], window: int | None, full_layers: list[int] | None) -> dict[str, Any]:

@@ -68,7 +68,13 @@ CASES = {
         {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True, **QWEN_WINDOW},
     ),
 }
-FUSED = {"phi3": ("phi3", {}), "phi3, window": ("phi3", {"sliding_window": 5, "num_key_value_heads": 4})}
+FUSED = {
+    "phi3": ("phi3", {}),
+    "phi3, window": ("phi3", {"sliding_window": 5, "num_key_value_heads": 4}),
+    # At the top level, where the library leaves it when it saves.
+    "phi3, half of the channels rotated": ("phi3", {"partial_rotary_factor": 0.5}),
+    "phi3, all of the channels rotated": ("phi3", {"partial_rotary_factor": 1.0}),
+}
 
 
 def source_model(case: str, dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:

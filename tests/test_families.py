@@ -105,6 +105,25 @@ def test_phi3_with_two_sets_of_frequencies_is_refused():
         tnt_config(config)
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_partial_rotary_factor_counts_wherever_it_stands(model_type, factor):
+    fields = {"model_type": model_type, **SIZES, "partial_rotary_factor": factor}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    inside = {**fields, "rope_parameters": rope | {"partial_rotary_factor": factor}}
+    del inside["partial_rotary_factor"]
+    later = read_source_config({"model_type": model_type, **SIZES})
+    later.partial_rotary_factor = factor
+    for config in (read_source_config(fields), read_source_config(fields | {"rope_parameters": rope})):
+        assert config.rope_parameters["partial_rotary_factor"] == factor
+    for config in (read_source_config(fields), read_source_config(inside), later):
+        if factor == 1 or model_type == "phi3":
+            assert tnt_config(config).rope_parameters == config.rope_parameters
+            continue
+        with pytest.raises(ValueError, match=f"partial_rotary_factor=0.5: {model_type} rotates all channels"):
+            tnt_config(config)
+
+
 def test_unsupported_architectures_list_the_supported():
     for model_type in ("gpt2", "gemma3_text", None):
         with pytest.raises(ValueError, match=", ".join(FAMILIES)):
