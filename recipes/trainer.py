@@ -304,6 +304,14 @@ class RecipeTrainer(ResumableTrainer):
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
+    def get_eval_dataloader(self, eval_dataset=None):
+        """As `Trainer`, but of all rows: `dataloader_drop_last` is about the batches of training."""
+        dropped, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.args.dataloader_drop_last = dropped
+
     def evaluate(self, *args, **kwargs):
         """As `Trainer`; its time does not count for tokens per second."""
         with self.off_the_clock():
@@ -315,7 +323,9 @@ class RecipeTrainer(ResumableTrainer):
         self._evaluated = torch.zeros(2, dtype=torch.float64)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         losses, tokens = self._evaluated.tolist()
-        output.metrics[f"{metric_key_prefix}_loss"] = losses / tokens if tokens else math.nan
+        if not tokens:
+            raise ValueError(f"eval_dataset: no token of its {output.num_samples} rows is scored, so there is no loss")
+        output.metrics[f"{metric_key_prefix}_loss"] = losses / tokens
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

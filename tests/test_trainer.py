@@ -133,6 +133,23 @@ def test_the_evaluation_loss_is_the_mean_over_scored_tokens(tmp_path):
     assert found == pytest.approx([sums / tokens] * 3, abs=1e-6)
 
 
+def test_an_evaluation_reads_all_rows_whatever_training_drops(tmp_path):
+    found = []
+    for drop in (False, True):
+        run = trainer(tmp_path, dataloader_drop_last=drop, per_device_eval_batch_size=3, **NO_SAVE)
+        found.append(run.evaluate()["eval_loss"])
+    assert found[0] == found[1] and run.args.dataloader_drop_last
+    assert run.get_train_dataloader().batch_sampler.drop_last
+
+
+def test_an_evaluation_that_scores_no_token_is_no_evaluation(tmp_path):
+    run = trainer(tmp_path, **NO_SAVE)
+    for row in run.eval_dataset:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    with pytest.raises(ValueError, match="eval_dataset: no token of its 4 rows is scored"):
+        run.evaluate()
+
+
 def test_groups_reach_the_optimizer(tmp_path):
     run = trainer(tmp_path, **NO_SAVE)
     run.create_optimizer()
