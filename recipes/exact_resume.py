@@ -7,6 +7,7 @@ last log, trains one step too many where nothing is left, and asks nobody whethe
 
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -37,6 +38,12 @@ from tnt_hf.recipes.checkpoints import (
 logger = logging.getLogger(__name__)
 
 LOG = "training_log.jsonl"
+
+
+def _line(entry: dict[str, Any]) -> str:
+    """An entry of the log as JSON, which knows no number that is not finite: it is null there."""
+    known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in entry.items()}
+    return json.dumps(known, allow_nan=False) + "\n"
 
 
 @contextmanager
@@ -171,8 +178,7 @@ class ResumableTrainer(Trainer):
             self._begun -= self.seconds
         if self.is_world_process_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
-            lines = [json.dumps(entry) + "\n" for entry in self.state.log_history]
-            (self.folder / LOG).write_text("".join(lines), encoding="utf-8")
+            (self.folder / LOG).write_text("".join(map(_line, self.state.log_history)), encoding="utf-8")
 
     def _progress_file(self) -> str:
         return f"progress_{self.args.process_index}.json"
@@ -182,7 +188,7 @@ class ResumableTrainer(Trainer):
         super().log(logs, start_time)
         if self.is_world_process_zero() and self._started:
             with open(self.folder / LOG, "a", encoding="utf-8") as file:
-                file.write(json.dumps(self.state.log_history[-1]) + "\n")
+                file.write(_line(self.state.log_history[-1]))
 
     # --------------------------------------------------------------------------------------------------------- saving
 

@@ -139,7 +139,7 @@ class RecipeTrainer(ResumableTrainer):
 
         Raises:
             ValueError: a checkpoint that is not complete or belongs to a run with other settings.
-            FloatingPointError: a loss or a gradient was not finite.
+            FloatingPointError: a loss, also of an evaluation, or a gradient was not finite.
             OSError: a checkpoint or the model could not be written.
         """
         try:
@@ -325,6 +325,12 @@ class RecipeTrainer(ResumableTrainer):
         losses, tokens = self._evaluated.tolist()
         if not tokens:
             raise ValueError(f"eval_dataset: no token of its {output.num_samples} rows is scored, so there is no loss")
+        if not math.isfinite(losses):
+            raise FloatingPointError(
+                f"step {self.state.global_step}: {metric_key_prefix}_loss={losses / tokens}: the model computes no"
+                " numbers any more, and nothing of it was saved. Lower learning rates, a lower max_grad_norm or"
+                " memory_grad_bound usually help."
+            )
         output.metrics[f"{metric_key_prefix}_loss"] = losses / tokens
         return output
 
@@ -340,4 +346,4 @@ class RecipeTrainer(ResumableTrainer):
 
 
 def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)  # and of nan it is nan

@@ -15,11 +15,12 @@ import tnt_hf
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import lora_config
 from tnt_hf.recipes.callbacks import WindowDropout
+from tnt_hf.recipes.exact_resume import LOG
 from tnt_hf.recipes.finite import stop_if_not_finite
 from tnt_hf.recipes.objectives import next_token
 from tnt_hf.recipes.optimization import parameter_groups
 from tnt_hf.recipes.packing import RowCollator
-from tnt_hf.recipes.trainer import RecipeTrainer
+from tnt_hf.recipes.trainer import RecipeTrainer, _exp
 
 
 NO_SAVE = {"save_strategy": "no", "max_steps": 2}
@@ -217,6 +218,37 @@ def test_a_bad_gradient_of_an_adapter_stops_too(tmp_path):
     spoil(run, name, 1)
     with pytest.raises(FloatingPointError, match="step 1: gradients not finite: base_model.*lora_B"):
         run.fit()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_evaluation_that_is_no_number_stops_before_anything_is_saved(tmp_path, value):
+    """The last step may spoil what no later one looks at."""
+
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                model.lm_head.weight.data.fill_(value)
+
+    run = trainer(tmp_path, max_steps=2, save_steps=2, logging_steps=2, more=[Spoil()])
+    with pytest.raises(FloatingPointError, match="^step 2: eval_loss=nan: .*nothing of it was saved"):
+        run.fit()
+    assert not list(tmp_path.glob("checkpoint-*")) and not list(tmp_path.glob("*.safetensors"))
+    assert not (tmp_path / "training.json").exists() and "eval_loss" not in (tmp_path / LOG).read_text()
+
+
+def test_the_log_file_holds_null_for_what_is_no_number(tmp_path):
+    """A gradient of float16 may overflow now and then, and a perplexity too; JSON has no word for it."""
+    run = trainer(tmp_path, **NO_SAVE)
+    run.train()
+    run.log({"grad_norm": math.inf, "other": math.nan, "eval_loss": 1e3})
+    run._restore_progress()  # writes all of it again
+    run.log({"grad_norm": math.inf, "other": math.nan, "eval_loss": 1e3})
+    lines = (tmp_path / LOG).read_text().splitlines()
+    assert not [word for word in ("NaN", "Infinity") if word in "".join(lines)]
+    for line in lines[-2:]:
+        entry = json.loads(line)
+        assert entry["grad_norm"] is entry["other"] is entry["eval_perplexity"] is None and entry["eval_loss"] == 1e3
+    assert math.isnan(_exp(math.nan)) and _exp(math.inf) == math.inf and _exp(0.0) == 1
 
 
 def test_what_gets_no_gradient_is_named(tmp_path, caplog):
