@@ -345,8 +345,9 @@ def _check_settings(given: dict[str, Any]) -> None:
             refuse("num_train_epochs", f"has no effect beside {name}={value(name)!r}: give one of them")
     if "num_train_epochs" in given and not value("num_train_epochs"):
         refuse("num_train_epochs", "must be above 0")
-    if "output_dir" in given and not (given["output_dir"] or "").strip():
-        refuse("output_dir", "must name a folder")
+    for name, what in (("output_dir", "a folder"), ("dataset_name", "a file, a folder or a dataset")):
+        if name in given and not (given[name] or "").strip():  # "" would be the working directory
+            refuse(name, f"must name {what}")
     if value("push_to_hub"):
         refuse("push_to_hub", "would upload checkpoints that nobody checked; use tnt push when the run has ended")
     if value("hub_token") is not None:
