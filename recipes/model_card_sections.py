@@ -106,7 +106,11 @@ def architecture(model: Model) -> str:
         shown |= {key.replace("_", " "): code(x) for key, x in lora.items() if x is not None}
     if (config := tnt_config(model)) is None:
         injection = model.config.get("tnt_injection") or {}
-        return facts(shown | {key.replace("_", " "): code(x) for key, x in injection.items() if x is not None})
+        names = {"weight": "weight at the start"}  # the saved one is a tensor, which a schedule may have moved
+        return facts(
+            shown
+            | {names.get(x, x.replace("_", " ")): code(value) for x, value in injection.items() if value is not None}
+        )
     heads = f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads"
     shown |= {
         "layers": f"{config.num_hidden_layers}, {config.hidden_size:,} wide, {heads} of {config.head_dim}",

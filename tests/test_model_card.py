@@ -267,7 +267,8 @@ def injected_model():
 def test_an_injected_model_is_loaded_as_such(tmp_path, monkeypatch, capsys):
     injected_model().save_pretrained(tmp_path / "injected")
     card = model_card(tmp_path / "injected", "injected")
-    assert "delta_rule" in sections(card)["Architecture"]
+    body = sections(card)["Architecture"]
+    assert "delta_rule" in body and "| weight at the start | `0.3` |" in body and "| weight |" not in body
     assert metadata(card)["tags"] == ["tnt", "test-time-memory"]  # no code of its own
     assert "3" in run_quick_start(card, tmp_path, monkeypatch, capsys)
 
