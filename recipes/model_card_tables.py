@@ -96,16 +96,13 @@ def records(entries: list[Mapping[str, Any]]) -> str:
 
 
 def settings(groups: Mapping[str, Any]) -> str:
-    """The settings of a run that differ from the defaults, as `training.json` groups them."""
+    """The settings of a run that were given, as `training.json` groups them; null and [] were meant as such."""
     flat: dict[str, Any] = {}
     for group in groups.values():
         for name, value in group.items():
-            flat |= {f"{name}.{key}": x for key, x in value.items()} if isinstance(value, Mapping) else {name: value}
-    rows = [
-        [code(name), code(portable(value))]
-        for name, value in flat.items()
-        if name not in NOT_SHOWN and value not in (None, {}, [], "")
-    ]
+            inner = {f"{name}.{key}": x for key, x in value.items()} if isinstance(value, Mapping) else {}
+            flat |= inner or {name: value}
+    rows = [[code(name), code(portable(value))] for name, value in flat.items() if name not in NOT_SHOWN]
     return table(["setting", "value"], rows)
 
 

@@ -133,6 +133,15 @@ def test_no_path_of_the_machine_and_no_secret(run, tmp_path):
     assert "tnt eval books --tasks perplexity,passkey" in card
 
 
+def test_settings_that_say_none_are_settings(run, tmp_path):
+    folder = copied(run, tmp_path)
+    given = {"model_config": {"memory_layers": [], "sliding_window": None}, "lora": {}}
+    (folder / "training.json").write_text(json.dumps(RUN | {"settings": {"model": given}}))
+    shown = sections(model_card(folder, "books"))["Training"]
+    for row in ("`model_config.memory_layers` | `[]`", "`model_config.sliding_window` | `null`", "`lora` | `{}`"):
+        assert f"| {row} |" in shown, row
+
+
 def test_what_people_call_things_cannot_break_the_card(run, tmp_path):
     assert "Model \\<X\\> \\| 2 cores" in model_card(run, "books")
     assert "| text | `books\\|one.jsonl` |" in model_card(run, "books")
