@@ -5,7 +5,8 @@ that are never cut share a row, for conversations. `single_rows`: a document, or
 
 Positions restart at every document and at every row, so attention and memory start afresh there, and labels are -100
 at those places, so nothing is predicted across them. A packed row that documents do not fill is filled up by a
-filler: tokens with positions of their own whose labels are -100. So packed rows need no attention mask.
+filler: tokens with positions of their own whose labels are -100. So packed rows need no attention mask. How many of
+its tokens are filler, a packed row says beside them: a document may end with a token that looks the same.
 
 Axis legend: T tokens of a row   N tokens of all documents   D documents   S segments (pieces of documents)
 """
@@ -20,6 +21,7 @@ import numpy as np
 if TYPE_CHECKING:  # torch takes seconds to import, and IGNORED is wanted where nothing is computed
     from torch import Tensor
 
+FILLER = "filler"  # entry of a packed row that is for the count of tokens, not for the model
 IGNORED = -100  # label of a token that is not scored, as in transformers
 OPEN_ROWS = 64  # rows that `whole_rows` keeps open for a document that fits
 
@@ -117,7 +119,7 @@ def assemble(
         fill_to: tokens of the row; `filler` tokens make up for what is missing.
 
     Returns:
-        `input_ids`, `labels` and `position_ids`, each `[T]` int64.
+        `input_ids`, `labels` and `position_ids`, each `[T]` int64, and with `fill_to` the 0-dim `FILLER`.
     """
     import torch
 
@@ -130,7 +132,8 @@ def assemble(
         ids.append(np.full(missing, filler, dtype=np.int64))
         labels.append(np.full(missing, IGNORED, dtype=np.int64))
     row = {"input_ids": ids, "labels": labels, "position_ids": [np.arange(len(x)) for x in ids]}
-    return {name: torch.from_numpy(np.concatenate(x)) for name, x in row.items()}
+    row = {name: torch.from_numpy(np.concatenate(x)) for name, x in row.items()}
+    return row if fill_to is None else row | {FILLER: torch.tensor(missing)}
 
 
 class RowCollator:
@@ -145,7 +148,8 @@ class RowCollator:
         self.pad, self.packed, self.length = pad, packed, length
 
     def __call__(self, rows: "list[dict[str, Tensor]]") -> "dict[str, Tensor]":
-        """`[B, T]` int64 each: `input_ids`, `labels`, `position_ids` and, if not packed, `attention_mask`."""
+        """`[B, T]` int64 each: `input_ids`, `labels`, `position_ids` and, if not packed, `attention_mask`; if packed
+        and filled up, `FILLER` `[B]`."""
         import torch
 
         if self.packed:

@@ -25,6 +25,7 @@ from tnt_hf.recipes.finite import stop_if_not_finite, warn_of_idle
 from tnt_hf.recipes.memory_statistics import first_row, memory_statistics
 from tnt_hf.recipes.models import finished
 from tnt_hf.recipes.objectives import next_token, next_token_sums
+from tnt_hf.recipes.packing import FILLER
 from tnt_hf.recipes.run_record import RECORD, count_parameters, write_run_record
 from tnt_hf.recipes.training_plots import draw_plots
 
@@ -274,9 +275,13 @@ class RecipeTrainer(ResumableTrainer):
             with self.off_the_clock(), self.compute_loss_context_manager():
                 self._memory_log = memory_statistics(self.model, row)
 
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs({name: x for name, x in inputs.items() if name != FILLER})
+
     def _track_num_input_tokens(self, inputs) -> None:
         mask = inputs.get("attention_mask")
-        self._tokens = self._tokens + (inputs["input_ids"].numel() if mask is None else mask.sum())
+        here = inputs["input_ids"].numel() if mask is None else mask.sum()
+        self._tokens = self._tokens + here - (inputs[FILLER].sum() if FILLER in inputs else 0)
 
     def _count_tokens(self) -> None:
         """Bring `state.num_input_tokens_seen`, which checkpoints keep, up to date over all processes."""

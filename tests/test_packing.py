@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tnt_hf.modeling_tnt import build_masks
 from tnt_hf.recipes.encoding import Encoded
 from tnt_hf.recipes.packing import (
+    FILLER,
     IGNORED,
     RowCollator,
     RowFormat,
@@ -92,7 +93,7 @@ def test_a_row_keeps_its_documents_apart():
     assert row["input_ids"].tolist() == [7, 8, 9, 4, 5, EOS, EOS, EOS]
     assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert row["labels"].tolist() == [IGNORED, 8, 9, IGNORED, IGNORED, IGNORED, IGNORED, IGNORED]
-    assert {x.dtype for x in row.values()} == {torch.int64}
+    assert {x.dtype for x in row.values()} == {torch.int64} and row[FILLER] == 3
 
 
 def test_packed_batches_have_no_mask_and_others_are_padded_on_the_right():
@@ -197,6 +198,7 @@ def test_the_loss_of_a_packed_row_is_that_of_its_documents():
     assert int((row["labels"] != IGNORED).sum()) == sum(scored) == 16 + 8 + 10
     with torch.no_grad():
         losses = [model(x["input_ids"][None], labels=x["labels"][None]).loss * n for (_, x), n in zip(alone, scored)]
+        del row[FILLER]
         assert model(**row, use_cache=False).loss * sum(scored) == pytest.approx(float(sum(losses)), abs=1e-9)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
@@ -19,7 +20,7 @@ from tnt_hf.recipes.exact_resume import LOG
 from tnt_hf.recipes.finite import stop_if_not_finite
 from tnt_hf.recipes.objectives import next_token
 from tnt_hf.recipes.optimization import parameter_groups
-from tnt_hf.recipes.packing import RowCollator
+from tnt_hf.recipes.packing import RowCollator, assemble
 from tnt_hf.recipes.trainer import RecipeTrainer, _exp
 
 
@@ -318,6 +319,19 @@ def test_padding_is_no_token_that_was_trained_on(tmp_path):
     run = trainer(tmp_path, data=data, **NO_SAVE)
     run.train()
     assert run.state.num_input_tokens_seen == 2 * 4 * 20
+
+
+def test_filler_is_no_token_that_was_trained_on(tmp_path):
+    """A row whose last document has one token looks as if it were filled up with one, and is not."""
+    ids = torch.arange(1, 33).numpy()
+    cuts = ([20], [31], [31, 32], [32])  # where documents end; what is left of 32 is filled up
+    pieces = [[(x, None) for x in np.split(ids, cut) if len(x)][: len(cut)] for cut in cuts]
+    data = [assemble(row, fill_to=32) for row in pieces]
+    assert data[1]["labels"].tolist() == data[2]["labels"].tolist()
+    run = trainer(tmp_path, data=data, remove_unused_columns=False, **NO_SAVE)
+    run.data_collator, run.eval_dataset = RowCollator(0, packed=True), data
+    run.fit()
+    assert run.state.num_input_tokens_seen == 2 * (20 + 31 + 32 + 32)
 
 
 @pytest.mark.parametrize("steps", [-1, 1.5, True, None])
