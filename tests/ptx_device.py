@@ -119,13 +119,19 @@ def extent(x: torch.Tensor) -> int:
 
 def install(capability: int) -> EmulatedDriver:
     """Makes the device Triton's, and the package's kernels run for tensors of the CPU."""
-    from tnt_hf import kernels_choice_tnt, kernels_global_tnt, kernels_parts_tnt, kernels_tnt
+    from tnt_hf import (
+        kernels_choice_tnt,
+        kernels_global_tnt,
+        kernels_parts_tnt,
+        kernels_projection_tnt,
+        kernels_tnt,
+    )
 
     driver = EmulatedDriver(capability)
     triton.runtime.driver.set_active(driver)
     for module in (kernels_parts_tnt, kernels_choice_tnt):
         module.unavailable = lambda device: None
-    for module in (kernels_parts_tnt, kernels_choice_tnt, kernels_tnt):
+    for module in (kernels_parts_tnt, kernels_choice_tnt, kernels_projection_tnt, kernels_tnt):
         module.shared_memory = lambda device: driver.shared_bytes
     for module in (kernels_parts_tnt, kernels_choice_tnt, kernels_global_tnt, kernels_tnt):
         module.generation = lambda device: capability // 10

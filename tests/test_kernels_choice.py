@@ -101,9 +101,30 @@ def test_a_memory_has_to_fit_into_tensor_memory(monkeypatch, operands, momentum,
 
 
 def test_the_projection_has_its_reasons():
-    assert unsupported_projection(CUDA, torch.float32, 64) is None
-    assert "width 24" in unsupported_projection(CUDA, torch.float32, 24)
-    assert "float64" in unsupported_projection(CUDA, torch.float64, 64)
+    assert unsupported_projection(CUDA, torch.float32, 64, torch.float32, 1) is None
+    assert "width 24" in unsupported_projection(CUDA, torch.float32, 24, torch.float32, 1)
+    assert "float64" in unsupported_projection(CUDA, torch.float64, 64, torch.float64, 1)
+
+
+@pytest.mark.parametrize(
+    "kilobytes, operands, width, groups, fits",
+    [  # compiled for sm_90, sm_80 and sm_89: bytes of shared memory of the kernel that takes most
+        (227, torch.float32, 128, 1, True),  # 196,608
+        (227, torch.float32, 128, 4, False),  # 327,680
+        (227, torch.float32, 64, 4, True),  # 131,072
+        (227, torch.bfloat16, 128, 4, True),  # 163,840
+        (163, torch.float32, 128, 4, False),  # 360,448
+        (163, torch.float32, 64, 4, True),  # 147,456
+        (99, torch.float32, 128, 1, True),  # 65,536
+        (99, torch.float32, 64, 2, False),  # 147,456
+        (99, torch.float32, 32, 2, True),  # 73,728
+        (99, torch.bfloat16, 128, 2, True),  # 81,920, with loads ahead of their use 122,880
+    ],
+)
+def test_a_projection_has_to_fit_into_shared_memory(monkeypatch, kilobytes, operands, width, groups, fits):
+    monkeypatch.setattr(kernels_choice_tnt, "shared_memory", lambda device: kilobytes << 10)
+    reason = unsupported_projection(CUDA, torch.float32, width, operands, groups)
+    assert (reason is None) == fits and (fits or "on this GPU" in reason)
 
 
 def test_auto_on_cuda_says_once_why_it_does_not_use_them(caplog):

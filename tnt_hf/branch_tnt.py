@@ -285,9 +285,10 @@ class TNTMemory(nn.Module):
         value = self.config.memory_implementation
         if value not in ("auto", "triton") or (value == "auto" and device.type != "cuda"):
             return None
+        groups = self.channels[0] // self.channels[1]
         if self.feature_map == "quadratic" or unsupported_features(device, dtype, self.head_dim):
             return None
-        if layout.intervals and unsupported_projection(device, dtype, self.head_dim):
+        if layout.intervals and unsupported_projection(device, dtype, self.head_dim, operands, groups):
             return None
         for spec, unit in zip(layout.specs, self.memories):
             momentum = unit.momentum_proj is not None
@@ -356,7 +357,8 @@ class TNTMemory(nn.Module):
         how = "chunk"
         if layout.intervals:
             value = self.config.memory_implementation
-            how = choose(FIELD, value, q.device, unsupported_projection, wide(q.dtype), q.shape[-1])
+            sizes = wide(q.dtype), q.shape[-1], operands, q.shape[2] // k.shape[2]
+            how = choose(FIELD, value, q.device, unsupported_projection, *sizes)
         tokens = (q.to(operands), k.to(operands)) if how == "triton" else (q, k)
         for interval in layout.intervals:
             query, projections[interval] = project_queries(

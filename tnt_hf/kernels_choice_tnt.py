@@ -98,12 +98,20 @@ def unsupported_features(device: torch.device, dtype: torch.dtype, width: int) -
     return None
 
 
-def unsupported_projection(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """The same for the Q-K projection of keys of `width`, computed in `dtype`."""
+def unsupported_projection(
+    device: torch.device, dtype: torch.dtype, width: int, operands: torch.dtype, groups: int
+) -> str | None:
+    """The same for the Q-K projection of keys of `width`, computed in `dtype` of `operands`, for `groups` query heads
+    of each key head."""
     if reason := unavailable(device):
         return reason
     if dtype != torch.float32:
         return f"the projection would be {dtype}, and the kernels have float32"
     if width not in WIDTHS:
         return f"keys have the width {width}, and the kernels one of {WIDTHS}"
+    # measured, rounded up: a loop over float32 query heads stages its tiles, all else fits in every GPU's
+    staged = operands != torch.bfloat16 and groups > 1
+    need, room = 4 * width * width + 2304 * width if staged else 0, shared_memory(device)
+    if need > room:
+        return f"{groups} query heads of width {width} take {need} bytes, and a program has {room} on this GPU"
     return None

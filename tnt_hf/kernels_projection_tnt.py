@@ -16,12 +16,14 @@ from torch import Tensor
 
 from .derivative_tnt import once_differentiable
 from .kernels_parts_tnt import (
+    SM_90,
     dot,
     jit,
     load,
     operand,
     row_norms,
     rows_of_tile,
+    shared_memory,
     store,
     tables,
     through_unit,
@@ -123,7 +125,9 @@ class TritonProjection(torch.autograd.Function):
         before, after = _sums(ctx.grid, u, u, M, 1, False)
         out, norms = torch.empty_like(q), M.new_empty(q.shape[:2]) if normalize else None
         sides = _sides(q, u)
-        project[(len(q),)](q, u, before, out, norms, u.shape[1], groups, **sides, NORMALIZE=normalize, num_warps=4)
+        project[(len(q),)](
+            q, u, before, out, norms, u.shape[1], groups, **sides, NORMALIZE=normalize, num_warps=4, **_stages(q)
+        )
         ctx.save_for_backward(q, u, M, *((out, norms) if normalize else ()))
         return out, after
 
@@ -141,13 +145,18 @@ class TritonProjection(torch.autograd.Function):
         behind, d_M = _sums(ctx.grid, q, d_out, d_M.contiguous(), ctx.grid[2], True)
         sides = _sides(q, u)
         project_reverse[(len(q),)](
-            q, u, before, behind, d_out, d_q, d_u, u.shape[1], ctx.grid[2], **sides, num_warps=8
+            q, u, before, behind, d_out, d_q, d_u, u.shape[1], ctx.grid[2], **sides, num_warps=8, **_stages(q)
         )
         return None, None, None, d_q, d_u, d_M, None
 
 
 def _sides(q: Tensor, u: Tensor) -> dict:
     return {"K": q.shape[2], "BC": rows_of_tile(u.shape[1]), "DT": operand(q.dtype)}
+
+
+def _stages(q: Tensor) -> dict:
+    """The compiler's default of 3 takes half as much shared memory again, which GPUs other than sm_90 may not have."""
+    return {"num_stages": 1} if q.dtype == torch.bfloat16 and shared_memory(q.device) < SM_90 else {}
 
 
 def _sums(grid, a: Tensor, b: Tensor, M: Tensor, groups: int, reverse: bool) -> tuple[Tensor, Tensor]:

@@ -231,9 +231,8 @@ def memory_chunkwise(
     implementation = choose("implementation", asked, q.device, unsupported_scan, *memory)
     projection = "chunk"
     if implementation == "triton" and query_projection != "none":
-        projection = choose(
-            "implementation", asked, q.device, unsupported_projection, dtype, feature_width(feature_map, q.shape[3])
-        )
+        sizes = dtype, feature_width(feature_map, q.shape[3]), operands, q.shape[2] // k.shape[2]
+        projection = choose("implementation", asked, q.device, unsupported_projection, *sizes)
     net = Net(activation, residual, 0.0 if layernorm is None else float(layernorm[2]))
     options = {
         "chunk_size": chunk_size,

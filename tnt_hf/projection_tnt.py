@@ -165,7 +165,8 @@ def project_queries(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     dtype = torch.promote_types(q.dtype, torch.float32)
-    how = choose("implementation", implementation, q.device, unsupported_projection, dtype, q.shape[3])
+    sizes = dtype, q.shape[3], q.dtype, q.shape[2] // k.shape[2]
+    how = choose("implementation", implementation, q.device, unsupported_projection, *sizes)
     rest = dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state
     with full_precision(q.device):
         if q.shape[1] == 1 and initial_state is not None and segment_ids is None:
