@@ -183,3 +183,17 @@ def case_auto_does_not_choose_the_interpreter():
     memory = torch.float32, "current", weights, torch.float32, False
     assert unsupported_scan(cpu, *memory) is None
     assert choose("implementation", "auto", cpu, unsupported_scan, *memory) == "chunk"
+
+
+@pytest.mark.parametrize("read", ["current", "chunk_start"])
+def case_bounds_whose_squares_leave_float32(read):
+    """A bound that nothing reaches is none, and one that all gradients exceed leaves a key of 0 in peace."""
+    tensors, weights, _ = make_inputs(H=1, T=24, K=16, V=16, hidden=16, dtype=torch.float32)
+    tensors[1][:, 5] = 0.0
+    settings = {"chunk_size": 16, "read": read}
+    free, loose, tight = (
+        outcome(triton, tensors, weights, {}, grad_bound=bound, **settings) for bound in (None, 1e20, 1e-25)
+    )
+    for name, x in free.items():
+        assert_same([loose[name]], [x], CLOSE, name)
+    assert all(x.isfinite().all() for x in tight.values())
