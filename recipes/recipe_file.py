@@ -118,6 +118,12 @@ def read_recipe(arguments: list[str]) -> Recipe:
         for name in names:
             if given.get(name) is not None and given[name] < least:
                 raise ValueError(f"{name}={given[name]!r}: must be at least {least}")
+    choices = {field.name: field.metadata.get("choices") for field in fields(TrainingArguments)}
+    for name, value in given.items():  # which the library looks up when everything is loaded
+        if choices.get(name) and value is not None and value not in choices[name]:
+            raise ValueError(f"{name}={value!r}: must be one of {', '.join(choices[name])}")
+    if given.get("use_liger_kernel") and not find_spec("liger_kernel"):
+        raise ValueError("use_liger_kernel=True: needs the package liger-kernel, which is not installed")
     if given.get("max_steps", -1) < 1 and given.get("max_steps", -1) != -1:  # which the library would not obey
         raise ValueError(f"max_steps={given['max_steps']!r}: must be at least 1, or -1 for whole epochs")
     if not LEAST_TOKENS <= (given.get("tokenizer_vocab_size") or LEAST_TOKENS) <= MOST_TOKENS:
@@ -133,7 +139,7 @@ def read_recipe(arguments: list[str]) -> Recipe:
     parser = HfArgumentParser((ModelArguments, DataArguments, RunArguments, TrainingArguments))
     try:
         return Recipe(*parser.parse_dict(training | given), given=given, name=name)
-    except (ImportError, KeyError, RuntimeError) as error:  # TrainingArguments looks for packages and devices
+    except (ImportError, KeyError, RuntimeError, TypeError) as error:  # it looks for packages, devices and entries
         raise ValueError(f"TrainingArguments: {type(error).__name__}: {error}") from error
 
 
@@ -159,6 +165,8 @@ def _command_line(arguments: list[str]) -> tuple[Path | None, dict[str, Any]]:
             values = ["true"]
         given[name] = Text(values[0]) if len(values) == 1 else [Text(value) for value in values]
     config = given.pop("config", None)
+    if isinstance(config, list):
+        raise ValueError(f"config={' '.join(config)!r}: must be one file")
     return (None if config is None else find_recipe(config)), given
 
 

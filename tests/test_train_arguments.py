@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from tnt_hf import TNTConfig
 from tnt_hf.presets import PRESETS
+from tnt_hf.recipes import recipe_file
 from tnt_hf.recipes.arguments import MODES, NEW_MODELS, DataArguments, ModelArguments, RunArguments
 from tnt_hf.recipes.recipe_file import TRAINER_DEFAULTS, find_recipe, packaged_recipes, read_recipe
 from tnt_hf.recipes.train import TRAINER_HELP, by_dataclass, help_text, main, marked, prepare
@@ -252,6 +253,10 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
         ("--model y --teacher z", "teacher='z': has no effect in mode='pretrain'"),
         ("--mode sft --model y", "dataset_name='python-stdlib': holds no conversations"),
         ("--streaming", "streaming=True: has no length that is known; give train_tokens or max_steps"),
+        ("--config tnt_debug/stage1 x", "config='tnt_debug/stage1 x': must be one file"),
+        ("--log_level foo", "log_level='foo': must be one of detail, debug, info, warning, error, critical, passive"),
+        ("--ddp_backend foo", "ddp_backend='foo': must be one of nccl, gloo, "),
+        ("--accelerator_config.foo 1", "TypeError: AcceleratorConfig.__init__() got an unexpected keyword argument"),
         ("--config nowhere/x", "config='nowhere/x': is no file and no recipe of the package"),
     ],
     ids=lambda value: value if value.startswith("-") or value == "3" else "",
@@ -262,6 +267,12 @@ def test_a_mistake_is_named_in_one_line(arguments, message, capsys):
     error = capsys.readouterr().err
     assert error.startswith("tnt train: ") and error.count("\n") == 1
     assert message in error and "hf_secret" not in error
+
+
+def test_a_package_that_is_missing_is_named_before_the_run(monkeypatch):
+    monkeypatch.setattr(recipe_file, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="use_liger_kernel=True: needs the package liger-kernel"):
+        read("--use_liger_kernel")
 
 
 def test_a_new_model_needs_a_tokenizer():
