@@ -167,7 +167,7 @@ def _command_line(arguments: list[str]) -> tuple[Path | None, dict[str, Any]]:
     config = given.pop("config", None)
     if isinstance(config, list):
         raise ValueError(f"config={' '.join(config)!r}: must be one file")
-    return (None if config is None else find_recipe(config)), given
+    return (None if config is None else find_recipe(config).resolve()), given
 
 
 def find_recipe(name: str) -> Path:

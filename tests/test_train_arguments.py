@@ -116,6 +116,14 @@ def test_the_file_is_flat_and_numbers_are_numbers(file):
     assert recipe.name == "folder/run.yaml" and recipe.training.output_dir == "runs/folder/run"
 
 
+def test_a_file_named_from_inside_its_folder_is_in_that_folder(file, tmp_path, monkeypatch):
+    file("mode: pretrain")
+    monkeypatch.chdir(tmp_path / "folder")
+    for name in ("run.yaml", "run", "../folder/run.yaml"):
+        recipe = read("--config", name)
+        assert recipe.name == "folder/run.yaml" and recipe.training.output_dir == os.path.join("runs", "folder", "run")
+
+
 def test_the_command_line_wins_and_mappings_are_merged(file):
     config = file(
         "learning_rate: 1e-3\ntrainable: lora\nlora: {r: 4, lora_alpha: 8}\n"
