@@ -9,6 +9,7 @@ folder with an injected memory they know the base model alone, which `transforme
 the memory; here it gets the whole model.
 """
 
+import functools
 import os
 import sys
 from importlib.metadata import entry_points
@@ -54,7 +55,9 @@ def load_memories_too() -> None:
         except OSError:  # of which the library knows more to say
             return {}
 
-    def from_pretrained(cls, name: str | os.PathLike | None, *rest, config: Any = None, **options):
+    @functools.wraps(alone)
+    def from_pretrained(cls, pretrained_model_name_or_path, *rest, config: Any = None, **options):
+        name = pretrained_model_name_or_path
         known = {x: options[x] for x in ("revision", "token", "cache_dir", "subfolder") if x in options}
         if cls.__name__.endswith("ForCausalLM") and "tnt_injection" in settings(name, config, known):
             return load_injected(name, **options)  # which comes back here, with a config that says nothing of it

@@ -5,6 +5,7 @@ Two folders are tried: a TNT model, and one converted from a Llama, with its gat
 Axis legend: B batch   T tokens   V vocabulary
 """
 
+import inspect
 import json
 import os
 import socket
@@ -428,9 +429,11 @@ def test_an_injected_memory_is_loaded_with_its_model(injected, folders, monkeypa
     """By whatever class a tool takes; everything else is loaded as ever."""
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", PreTrainedModel.from_pretrained)  # put back afterwards
     with_tnt.load_memories_too()
+    assert "config" in inspect.signature(PreTrainedModel.from_pretrained).parameters
     ids = torch.arange(2, 26)[None]
     wanted = load_injected(injected).eval()(ids).logits
     for kind in (AutoModelForCausalLM, LlamaForCausalLM):
+        assert torch.equal(kind.from_pretrained(pretrained_model_name_or_path=injected).eval()(ids).logits, wanted)
         assert torch.equal(kind.from_pretrained(injected, attn_implementation="sdpa").eval()(ids).logits, wanted)
     plain = LlamaForCausalLM.from_pretrained(folders["tnt"].parent / "llama").eval()
     assert not hasattr(plain.config, "tnt_injection") and not torch.equal(plain(ids).logits, wanted)
