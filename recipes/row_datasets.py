@@ -15,6 +15,8 @@ from tnt_hf.recipes.sources import part
 from tnt_hf.recipes.token_store import Counts, TokenStore, encoded
 
 
+# Why the only document of a source is either trained on or held out, and what helps.
+HELD_OUT_WHOLE = "; documents are held out whole: give --eval_share 0, or a folder with several files"
 SHUFFLED_ROWS = 512  # rows of a stream that are shuffled among each other
 
 
@@ -114,7 +116,8 @@ class RowStream(IterableDataset):
             if empty and workers > 1:  # more workers than documents
                 return
             if empty:
-                raise ValueError(f"{self.field}: has no row, documents dropped: {dict(counts.dropped) or 0}")
+                why = HELD_OUT_WHOLE if self.share else ""
+                raise ValueError(f"{self.field}: has no row, documents dropped: {dict(counts.dropped) or 0}{why}")
             number += 1
 
     def _shuffled(self, rows: Iterator, order: list[int] | None) -> Iterator:

@@ -22,7 +22,7 @@ from tnt_hf.recipes.arguments import DataArguments
 from tnt_hf.recipes.chat import ChatEncoder
 from tnt_hf.recipes.encoding import TextEncoder, tokenizer_digest
 from tnt_hf.recipes.packing import RowCollator, RowFormat
-from tnt_hf.recipes.row_datasets import RowStream, stored_rows
+from tnt_hf.recipes.row_datasets import HELD_OUT_WHOLE, RowStream, stored_rows
 from tnt_hf.recipes.sources import as_text, open_source, part
 from tnt_hf.recipes.token_store import FORMAT, StoreWriter, TokenStore, cached_store, encoded
 
@@ -99,9 +99,10 @@ def build_datasets(
 
 def _require(train: Dataset, rows_per_step: int | None, data: DataArguments, facts: dict) -> None:
     if not len(train):
+        why = HELD_OUT_WHOLE if data.eval_share else ""
         raise ValueError(
             f"dataset_name={data.dataset_name!r}: has no row, documents dropped: {facts['documents_dropped'] or 0};"
-            f" a row is sequence_length={data.sequence_length} tokens of what eval_share={data.eval_share} leaves"
+            f" a row is sequence_length={data.sequence_length} tokens of what eval_share={data.eval_share} leaves{why}"
         )
     if rows_per_step is not None and len(train) < rows_per_step:
         raise ValueError(
@@ -187,7 +188,7 @@ class _Preparation:
             return list(islice(found, data.eval_rows))
         found = stored_rows(self.store(source, held_out=share > 0), rows)
         if not len(found):
-            cause = "" if not share else "; documents are held out whole: give more of them, or eval_share=0"
+            cause = HELD_OUT_WHOLE if share else ""
             raise ValueError(f"{field}: has no row of sequence_length={data.sequence_length} tokens{cause}")
         if len(found) <= data.eval_rows:
             return found

@@ -138,6 +138,15 @@ def test_the_standard_library_and_what_it_holds_out():
     assert list(read_texts("python-stdlib", share=0.1)) == [x for x in corpus.held_out.values() if x]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("share", [0.999, 1e-9])
+def test_the_only_document_cannot_be_trained_on_and_held_out(share, streaming, tmp_path, tokenizer):
+    path = write(tmp_path / "one.txt", "one file" * 20)
+    with pytest.raises(ValueError, match="has no row.*give --eval_share 0, or a folder with several files"):
+        build(tokenizer, path, eval_share=share, streaming=streaming)
+    assert build(tokenizer, path, eval_share=0, streaming=streaming).eval is None
+
+
 def test_bos_and_eos(tmp_path):
     """bos begins a document where the tokenizer has one, eos ends it."""
     tokenizer = train_tokenizer(["bytes"], 257)
