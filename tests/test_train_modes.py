@@ -184,7 +184,7 @@ def test_a_run_of_so_many_tokens_over_a_stream(stage1):
     words += " --output_dir stream --dataset_name text --streaming --train_tokens 400 --model stage1"
     assert main([*words.split(), "--chunk_size_schedule", "{1: [2, 4]}", "--window_dropout", "0.5"]) == 0
     record = json.loads(Path("stream/training.json").read_text())
-    assert record["steps"] == 3 and record["tokens_trained"] == 3 * 4 * 48
+    assert record["steps"] == 3 and record["tokens_trained"] == 3 * 4 * 48 - 8  # the end of a pass fills up its row
     assert AutoModelForCausalLM.from_pretrained("stream").config.local_chunk_sizes == [2, 4]
 
 
