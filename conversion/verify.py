@@ -29,13 +29,15 @@ from tnt_hf import TNTConfig, TNTForCausalLM, __version__
 from tnt_hf.costs_tnt import BYTES, key_value_bytes, memory_state_bytes
 
 from .families import FAMILIES, read_source_config, tnt_config
-from .manifest import MANIFEST, check_manifest, without_digest
+from .manifest import MANIFEST
 from .memory_use import PeakMemory
 from .source import locate, read_json
 from .verify_branches import branches, opened, without_memory
 from .verify_files import (
     check_base_weights,
+    check_code,
     check_config,
+    check_files,
     check_finite,
     memory_state,
     unchanged_positions,
@@ -172,24 +174,24 @@ def _dtype_of(config: TNTConfig) -> str:
     return str(config.dtype or "float32").removeprefix("torch.")
 
 
-def _check_manifest(out: Path) -> tuple[bool, dict]:
-    problems = check_manifest(out)
-    unread = [] if problems else without_digest(out)
-    return not problems, {"problems": problems} | ({"without_digest": unread} if unread else {})
-
-
 def _check_files(
     folder: Path, out: Path, source_config: PreTrainedConfig, config: TNTConfig | None, rows: Report
 ) -> str:
     """The checks that need no model. Returns what the memory is: closed, open or none."""
     promise = "every file is as the conversion left it"
     if (out / MANIFEST).exists():
-        rows.check("manifest", promise, _check_manifest, out)
+        rows.check("manifest", promise, check_files, out)
     else:
         rows.add("manifest", promise, NOT_APPLICABLE, reason=f"the folder has no {MANIFEST}; a trained one has none")
     rows.check("finite", "no weight is infinite or NaN", check_finite, out)
     if config is None:
         return "unknown"
+    if not (out / MANIFEST).exists():  # it has the SHA-256 of the code, which another version may have written
+        promise = "the code that travels with it is the installed one"
+        if auto_map := read_json(out / "config.json").get("auto_map"):  # a TNTConfig without one gets ours
+            rows.check("code", promise, check_code, out, auto_map)
+        else:
+            rows.add("code", promise, NOT_APPLICABLE, reason="config.json has no auto_map: no code is run from there")
     state = "unknown"
 
     def read_gates() -> tuple[bool, dict]:

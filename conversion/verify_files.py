@@ -13,10 +13,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tnt_hf import TNTConfig
+from tnt_hf import TNTConfig, __version__
 
 from .families import FAMILIES, tnt_config
+from .manifest import check_manifest, without_digest
 from .source import StoredTensor, read_source
+from .writer import CODE
 
 
 BLOCK = 1 << 23  # elements read at once
@@ -76,6 +78,28 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one dtype agree in every bit; NaN equals NaN, 0 does not equal -0."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.shape == b.shape and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def check_files(output: Path) -> tuple[bool, dict[str, Any]]:
+    """Every file is as the manifest says."""
+    problems = check_manifest(output)
+    unread = [] if problems else without_digest(output)
+    return not problems, {"problems": problems} | ({"without_digest": unread} if unread else {})
+
+
+def check_code(output: Path, auto_map: dict[str, str]) -> tuple[bool, dict[str, Any]]:
+    """Every file that `trust_remote_code` runs is the installed one, byte by byte; what the checks run is that one."""
+    ours = {path.name: path for path in CODE.glob("*_tnt.py")}
+    named = {target.split(".")[0] + ".py" for target in auto_map.values()}
+    problems = []
+    for name in sorted(named | ours.keys() | {path.name for path in output.glob("*_tnt.py")}):
+        if not (output / name).is_file():
+            problems.append(f"{name}: missing")
+        elif name not in ours:
+            problems.append(f"{name}: tnt_hf {__version__} has no such file")
+        elif (output / name).read_bytes() != ours[name].read_bytes():
+            problems.append(f"{name}: differs from that of tnt_hf {__version__}")
+    return not problems, {"problems": problems}
 
 
 def check_finite(output: Path) -> tuple[bool, dict[str, Any]]:

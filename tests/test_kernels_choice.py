@@ -81,6 +81,25 @@ def test_a_memory_has_to_fit_into_shared_memory(monkeypatch, read, kilobytes, op
 
 
 @pytest.mark.parametrize(
+    "kilobytes, operands, widths, fits",
+    [  # compiled for sm_90, sm_80 and sm_89: bytes of shared memory of the larger kernel with 4 query heads
+        (99, torch.float32, (64, 64, 64), False),  # 114,688
+        (99, torch.float32, (128, 128), False),  # 131,072
+        (99, torch.float32, (64, 64), True),  # 32,768
+        (99, torch.bfloat16, (128, 128), False),  # 131,072
+        (99, torch.bfloat16, (64, 128, 64), True),  # 65,536
+        (163, torch.bfloat16, (128, 128, 128), True),  # 131,072
+        (227, torch.float32, (128, 128), True),  # 163,840
+        (227, torch.float32, (128, 128, 128), True),  # 163,840
+    ],
+)
+def test_query_heads_that_share_a_memory_take_shared_memory(monkeypatch, kilobytes, operands, widths, fits):
+    monkeypatch.setattr(kernels_choice_tnt, "shared_memory", lambda device: kilobytes << 10)
+    reason = unsupported_scan(CUDA, torch.float32, "current", weights_of(*widths), operands, False, 4)
+    assert (reason is None) == fits and (fits or "on this GPU" in reason)
+
+
+@pytest.mark.parametrize(
     "operands, momentum, widths, fits",
     [  # compiled for sm_100: columns of tensor memory of the backward kernel, of which there are 512
         (torch.bfloat16, True, (64, 64, 64), True),  # 512

@@ -107,7 +107,7 @@ class TNTMemoryUnit(nn.Module):
         dtype = wide(q.dtype)
         lr, momentum, decay = self.gates(hidden_states, lr_scale, dtype)
         weights, tokens = self.weights(), (q, k, v)
-        memory = dtype, spec.read, weights, operands, momentum is not None
+        memory = dtype, spec.read, weights, operands, momentum is not None, q.shape[2] // k.shape[2]
         how = choose(FIELD, self.config.memory_implementation, q.device, unsupported_scan, *memory)
         if how == "triton":
             tokens = (x.to(operands) for x in tokens)
@@ -292,7 +292,7 @@ class TNTMemory(nn.Module):
             return None
         for spec, unit in zip(layout.specs, self.memories):
             momentum = unit.momentum_proj is not None
-            if unsupported_scan(device, dtype, spec.read, list(unit.weights), operands, momentum):
+            if unsupported_scan(device, dtype, spec.read, list(unit.weights), operands, momentum, groups):
                 return None
         return dtype if INTERPRETED else operands  # it is wrong for bfloat16
 

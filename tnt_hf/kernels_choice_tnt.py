@@ -46,10 +46,17 @@ def choose(field: str, value: str, device: torch.device, unsupported: Callable[.
 
 
 def unsupported_scan(
-    device: torch.device, dtype: torch.dtype, read: str, weights: list[Tensor], operands: torch.dtype, momentum: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    read: str,
+    weights: list[Tensor],
+    operands: torch.dtype,
+    momentum: bool,
+    groups: int = 1,
 ) -> str | None:
     """Why the kernels cannot run a memory, or `None` if they can: on `device`, with state and arithmetic in `dtype`,
-    for a read, weights `[H, d_in, d_out]`, q, k and v of type `operands`, with or without momentum."""
+    for a read, weights `[H, d_in, d_out]`, q, k and v of type `operands`, with or without momentum, and `groups` query
+    heads of each memory head."""
     if reason := unsupported_step(device, dtype, weights):
         return reason
     floats, room = sum(w.shape[1] * w.shape[2] for w in weights), shared_memory(device)
@@ -64,6 +71,8 @@ def unsupported_scan(
         need = (5 if not momentum else 6 if light else 9) * floats
         if operands == torch.float32:  # a block's hidden units, where there are many of them for narrow heads
             need = max(need, 512 * max(n for w in weights for n in w.shape[1:]))
+        if groups > 1 and room < SM_90 and (len(weights) == 1 or operands == torch.float32):  # a loop stages its tiles
+            need = max(need, (8 if len(weights) == 1 else 14) * floats)
     else:
         if any(n not in WIDTHS for w in weights for n in w.shape[1:]):
             found = [tuple(w.shape[1:]) for w in weights]

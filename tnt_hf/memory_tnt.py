@@ -227,11 +227,12 @@ def memory_chunkwise(
 
     dtype = torch.promote_types(torch.promote_types(q.dtype, weights[0].dtype), torch.float32)
     operands = q.dtype if q.dtype == torch.bfloat16 else dtype
-    asked, memory = implementation, (dtype, read, weights, operands, momentum is not None)
+    groups = q.shape[2] // k.shape[2]
+    asked, memory = implementation, (dtype, read, weights, operands, momentum is not None, groups)
     implementation = choose("implementation", asked, q.device, unsupported_scan, *memory)
     projection = "chunk"
     if implementation == "triton" and query_projection != "none":
-        sizes = dtype, feature_width(feature_map, q.shape[3]), operands, q.shape[2] // k.shape[2]
+        sizes = dtype, feature_width(feature_map, q.shape[3]), operands, groups
         projection = choose("implementation", asked, q.device, unsupported_projection, *sizes)
     net = Net(activation, residual, 0.0 if layernorm is None else float(layernorm[2]))
     options = {
