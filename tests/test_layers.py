@@ -181,3 +181,11 @@ def test_rms_norm_can_be_mapped_over_rows():
     per_row = torch.vmap(torch.func.grad(lambda row: norm(row).square().sum()))(x)
     x.requires_grad_()
     torch.testing.assert_close(per_row, torch.autograd.grad(norm(x).square().sum(), x)[0])
+
+
+def test_a_frozen_convolution_hands_on_the_same_gradient():
+    conv, x = TNTCausalConv(6, 4).double(), torch.randn(2, 6, 300, dtype=torch.float64, requires_grad=True)
+    (wanted,) = torch.autograd.grad(conv(x).square().sum(), x, retain_graph=True)
+    conv.requires_grad_(False)
+    torch.testing.assert_close(torch.autograd.grad(conv(x).square().sum(), x)[0], wanted, rtol=0, atol=0)
+    assert conv.weight.grad is None

@@ -55,9 +55,10 @@ class _Taps(torch.autograd.Function):
             torch.mul(d, taps[-1], out=d_shifted[-1])  # no block before wrote there
             for d_part, tap in zip(d_shifted[:-1], taps[:-1]):
                 d_part.addcmul_(d, tap)
-            for part, d_tap in zip(shifted, d_taps):
-                d_tap.add_((d * part).sum((0, 1)))
-        return d_x, d_taps.t()[:, None]
+            if ctx.needs_input_grad[1]:  # in stage 2 they are frozen, and these passes take as long as all others
+                for part, d_tap in zip(shifted, d_taps):
+                    d_tap.add_((d * part).sum((0, 1)))
+        return d_x, d_taps.t()[:, None] if ctx.needs_input_grad[1] else None
 
 
 class TNTCausalConv(nn.Conv1d):
