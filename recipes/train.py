@@ -248,9 +248,14 @@ def plan(recipe: Any, model: Any, groups: list[dict], data: Any, rows_per_step: 
             steps = math.ceil(per_epoch * args.num_train_epochs)
     tokens = rows_per_step * length
     name = recipe.model.source or recipe.model.model
+    dropped = data.facts.get("documents_dropped") or {}  # unknown of a stream
+    lost = [f"{count:,} documents are left out: {reason}" for reason, count in dropped.items()]
+    if cut := data.facts.get("documents_cut"):
+        lost.append(f"{cut:,} documents are cut after {length:,} tokens")
     return [
         f"{recipe.run.mode}: {name}, {total:,} parameters, learning: {learning}",
         f"{recipe.data.dataset_name}: {rows}rows of {length:,} tokens",
+        *(f"{recipe.data.dataset_name}: {what}" for what in lost),
         f"{steps:,} steps of {tokens:,} tokens ({rows_per_step} rows), {steps * tokens:,} tokens in all, on"
         f" {args.world_size} x {args.device}",
     ]

@@ -287,6 +287,23 @@ def test_sft_saves_an_adapter_with_its_memory_and_its_schedule(teacher):
         )
 
 
+def test_the_terminal_says_how_many_conversations_are_not_read_whole(folder, capsys):
+    """Of 48 tokens, a byte each: three answers begin beyond them, two end beyond them."""
+    sizes = [(1, 1)] * 40 + [(99, 1)] * 3 + [(1, 99)] * 2
+    talks = [
+        [{"role": "user", "content": "a" * asked}, {"role": "assistant", "content": "b" * answered}]
+        for asked, answered in sizes
+    ]
+    words = f"--output_dir said --mode sft --model tnt --max_steps 1 {COMMON} {NEW} {MEMORY}"
+    for name, kept in (("long", talks), ("short", talks[:40])):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in kept))
+        prepare(f"--dataset_name {name}.jsonl {words}".split())
+    out = capsys.readouterr().out
+    assert "long.jsonl: 3 documents are left out: no assistant token within sequence_length\n" in out
+    assert "long.jsonl: 2 documents are cut after 48 tokens\n" in out
+    assert "short.jsonl: " in out and out.count(" are left out") == out.count(" are cut") == 1
+
+
 def test_sft_goes_on_from_its_adapter(teacher):
     arguments = "--mode sft --model teacher --inject.weight 0.3 --trainable lora --lora.r 2 --max_steps 1"
     run("adapter", arguments, data="talk.jsonl")
