@@ -29,7 +29,6 @@ from tnt_hf import TNTConfig, TNTForCausalLM, __version__
 from tnt_hf.costs_tnt import BYTES, key_value_bytes, memory_state_bytes
 
 from .families import FAMILIES, read_source_config, tnt_config
-from .manifest import MANIFEST
 from .memory_use import PeakMemory
 from .source import locate, read_json
 from .verify_branches import branches, opened, without_memory
@@ -41,6 +40,7 @@ from .verify_files import (
     check_finite,
     memory_state,
     unchanged_positions,
+    unlisted,
 )
 from .verify_measures import ROUNDING, difference, forward, next_token_loss, observe, rounding
 from .verify_probe import probe_ids
@@ -179,10 +179,10 @@ def _check_files(
 ) -> str:
     """The checks that need no model. Returns what the memory is: closed, open or none."""
     promise = "every file is as the conversion left it"
-    if (out / MANIFEST).exists():
-        rows.check("manifest", promise, check_files, out)
+    if why := unlisted(out):
+        rows.add("manifest", promise, NOT_APPLICABLE, reason=why)
     else:
-        rows.add("manifest", promise, NOT_APPLICABLE, reason=f"the folder has no {MANIFEST}; a trained one has none")
+        rows.check("manifest", promise, check_files, out)
     rows.check("finite", "no weight is infinite or NaN", check_finite, out)
     if config is None:
         return "unknown"

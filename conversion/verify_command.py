@@ -38,8 +38,9 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: wrong input, exit status 2 of the command line.
     """
-    from .manifest import MANIFEST, add_digests
+    from .manifest import add_digests
     from .verify import verify_conversion
+    from .verify_files import unlisted
     from .verify_report import as_markdown, as_text
 
     if options.markdown is not None and not Path(options.markdown).resolve().parent.is_dir():
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     print(as_text(report))
     if options.markdown is not None:
         Path(options.markdown).write_text(as_markdown(report), encoding="utf-8")
-    if options.record_digests and report["passed"] and (Path(options.output) / MANIFEST).exists():
+    if options.record_digests and report["passed"] and not unlisted(Path(options.output)):
         for name in add_digests(options.output):
             print(f"digest recorded: {name}")
     return 0 if report["passed"] else 1

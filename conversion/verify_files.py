@@ -16,7 +16,7 @@ from torch import Tensor
 from tnt_hf import TNTConfig, __version__
 
 from .families import FAMILIES, tnt_config
-from .manifest import check_manifest, without_digest
+from .manifest import MANIFEST, check_manifest, read_manifest, without_digest
 from .source import StoredTensor, read_source
 from .writer import CODE
 
@@ -78,6 +78,23 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one dtype agree in every bit; NaN equals NaN, 0 does not equal -0."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.shape == b.shape and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def unlisted(output: Path) -> str:
+    """Why no manifest speaks of this folder's weights; empty where one does, also where it is damaged."""
+    if not (output / MANIFEST).exists():
+        return f"the folder has no {MANIFEST}; a trained one has none"
+    try:
+        listed = {name for name in read_manifest(output)["files"] if name.endswith(".safetensors")}
+    except (OSError, ValueError):
+        return ""
+    # `save_pretrained` removes the shards of a conversion, whose names it never writes; see layout.py.
+    found = {path.name for path in output.glob("*.safetensors")}
+    return (
+        f"saved over after the conversion: {MANIFEST} lists none of these shards"
+        if found and not found & listed
+        else ""
+    )
 
 
 def check_files(output: Path) -> tuple[bool, dict[str, Any]]:

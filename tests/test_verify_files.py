@@ -1,5 +1,6 @@
 """What `verify_conversion` finds in the files of a folder that was saved, or that somebody changed."""
 
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from checkpoints import save_source
 
 from tnt_hf import TNTForCausalLM
-from tnt_hf.conversion import convert_checkpoint, verify_conversion
+from tnt_hf.conversion import convert_checkpoint, verify_command, verify_conversion
 
 
 MEMORY = {"global_chunk_size": 8, "local_chunk_sizes": [4], "local_reset_interval": 16}
@@ -16,12 +17,18 @@ MEMORY = {"global_chunk_size": 8, "local_chunk_sizes": [4], "local_reset_interva
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[Path, Path, Path]:
-    """A Llama, its conversion and that saved elsewhere. Nobody changes these."""
+    """A Llama, its conversion (shards unread) and that saved elsewhere. Nobody changes these."""
     folder = tmp_path_factory.mktemp("folders")
     source = save_source(folder / "source")
-    output = convert_checkpoint(source, folder / "output", **MEMORY, progress=False)
+    output = convert_checkpoint(source, folder / "output", **MEMORY, check=False, progress=False)
     TNTForCausalLM.from_pretrained(output).save_pretrained(folder / "saved")
     return source, output, folder / "saved"
+
+
+@pytest.fixture
+def converted(folders, tmp_path) -> Path:
+    """A copy of the conversion to change."""
+    return Path(shutil.copytree(folders[1], tmp_path / "converted"))
 
 
 def check(source: Path, output: Path, tokens: int | None = 16) -> dict[str, dict]:
@@ -74,3 +81,24 @@ def test_a_folder_saved_elsewhere_passes(folders):
     source, _, saved = folders
     rows = check(source, saved)
     assert not failed(rows) and rows["code"]["status"] == "pass"
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+def test_a_model_saved_into_the_converted_folder_passes(folders, converted, size):
+    TNTForCausalLM.from_pretrained(converted).save_pretrained(converted, max_shard_size=size)
+    rows = check(folders[0], converted)
+    assert not failed(rows) and rows["manifest"]["status"] == "not applicable"
+    assert rows["manifest"]["reason"].startswith("saved over after the conversion")
+    parser = argparse.ArgumentParser()
+    verify_command.add_arguments(parser)
+    options = [str(folders[0]), str(converted), "--tokens", "16", "--record-digests"]
+    assert verify_command.run(parser.parse_args(options)) == 0, "of files that are gone"
+
+
+def test_a_folder_that_lost_its_shards_was_not_saved_over(folders, converted):
+    for path in converted.glob("model-base-*"):
+        path.unlink()
+    assert failed(check(folders[0], converted)) >= {"manifest", "finite"}
+    for path in converted.glob("*.safetensors"):
+        path.unlink()
+    assert failed(check(folders[0], converted)) >= {"manifest", "finite"}
