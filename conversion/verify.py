@@ -186,7 +186,7 @@ def _check_files(
     rows.check("finite", "no weight is infinite or NaN", check_finite, out)
     if config is None:
         return "unknown"
-    if not (out / MANIFEST).exists():  # it has the SHA-256 of the code, which another version may have written
+    if unlisted(out):  # a manifest has the SHA-256 of the code, which another version may have written
         promise = "the code that travels with it is the installed one"
         if auto_map := read_json(out / "config.json").get("auto_map"):  # a TNTConfig without one gets ours
             rows.check("code", promise, check_code, out, auto_map)
