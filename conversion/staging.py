@@ -32,7 +32,7 @@ class Staging:
         say: told about leftovers of earlier runs.
 
     Raises:
-        FileExistsError: `target` exists and may not be replaced.
+        FileExistsError: `target` exists and may not be replaced. ValueError: it is a mount point.
     """
 
     def __init__(self, target: Path, overwrite: bool, say: Callable[[str], object]):
@@ -84,9 +84,14 @@ def check_target(target: Path, overwrite: bool) -> None:
     Raises:
         FileExistsError: something is there: a file, or a folder with content that is no converted checkpoint, that
             `overwrite` does not cover or that the conversion did not write.
+        ValueError: a file system is mounted there: no other folder can take its place.
     """
     if not target.exists():
         return
+    if os.path.ismount(target):
+        raise ValueError(
+            f"output={str(target)!r}: is a mount point, which cannot be replaced; name a folder inside it"
+        )
     if not target.is_dir():
         raise FileExistsError(errno.EEXIST, "exists and is no folder", str(target))
     if not any(target.iterdir()):

@@ -15,7 +15,7 @@ import torch
 from checkpoints import reload, save_source
 from safetensors.torch import load_file, save_file
 
-from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.conversion import convert, convert_checkpoint
 from tnt_hf.conversion.manifest import MANIFEST, check_manifest
 from tnt_hf.conversion.shards import TORCH, is_finite
 from tnt_hf.conversion.source import INDEX, read_header
@@ -329,6 +329,19 @@ def test_the_output_must_be_another_folder(tmp_path, source):
     for output in (source, tmp_path / "alias", source / "x", tmp_path / "alias" / "x" / "y", tmp_path):
         for overwrite in (False, True):
             refused(tmp_path, "source", output=output, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_mount_point_is_refused_before_any_work(tmp_path, source, monkeypatch, overwrite):
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == mounted)
+    monkeypatch.setattr(convert, "read_source", lambda *args: pytest.fail("work was done"))
+    with pytest.raises(ValueError, match="output='.*mounted': is a mount point.*name a folder inside it"):
+        convert_checkpoint(source, mounted, progress=False, overwrite=overwrite)
+    monkeypatch.undo()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == mounted)
+    assert convert_checkpoint(source, mounted / "result", progress=False) == mounted / "result"
 
 
 def test_existing_folders_are_only_replaced_when_asked_and_only_conversions(tmp_path, source):
