@@ -104,7 +104,7 @@ def verify_conversion(
     if config is not None:
         dtype = dtype or _dtype_of(config)
         limit = unchanged_positions(source_config, config)
-        length = tokens or _default_length(config)
+        length = tokens or _default_length(config, tnt_config(source_config))
         ids, noise, label = probe_ids(folder, text, length, config.vocab_size, seed)
         length = ids.shape[1]
         found["probe"] = {"text": label, "tokens": length, "dtype": dtype, "seed": seed, "equal_positions": limit}
@@ -216,13 +216,14 @@ def _check_files(
     return state
 
 
-def _default_length(config: TNTConfig) -> int:
+def _default_length(config: TNTConfig, expected: TNTConfig) -> int:
     edges = [config.sliding_window]
     for spec in config.memory_specs if config.memory_layer_indices else []:
         edges += [spec.chunk_size, spec.reset_interval if (spec.reset_interval or 0) <= FAR else None]
     length = max((x for x in edges if x is not None), default=0) + BEYOND
-    steady = steady_positions(config) or MOST_TOKENS
-    return max(FEWEST_TOKENS, min(length, MOST_TOKENS, config.max_position_embeddings, steady))
+    # The longer of both, so that a RoPE that scales from another length on is seen to.
+    steady = max(min(c.max_position_embeddings, steady_positions(c) or MOST_TOKENS) for c in (config, expected))
+    return max(FEWEST_TOKENS, min(length, MOST_TOKENS, steady))
 
 
 def _with_peak(function: Callable[[], dict]) -> tuple[dict, int | None]:

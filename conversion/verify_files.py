@@ -169,11 +169,18 @@ def check_config(source_config: Any, config: TNTConfig) -> tuple[bool, dict[str,
     """Every field that the base computes with is what the source's configuration says."""
     wrong = {}
     expected = tnt_config(source_config)
-    for name in BASE_FIELDS:
+    names = [*BASE_FIELDS, *(["max_position_embeddings"] if _turns_by_length(expected) else [])]
+    for name in names:
         want, got = (_plain(getattr(c, name), name, c) for c in (expected, config))
         if want != got:
             wrong[name] = {"source": want, "result": got}
-    return not wrong, {"fields": len(BASE_FIELDS), "different": wrong}
+    return not wrong, {"fields": len(names), "different": wrong}
+
+
+def _turns_by_length(config: TNTConfig) -> bool:
+    """Whether the frequencies of RoPE are computed from `max_position_embeddings`."""
+    rope = config.rope_parameters
+    return rope["rope_type"] == "dynamic" or rope["rope_type"] in ("yarn", "longrope") and rope.get("factor") is None
 
 
 def _plain(value: Any, name: str, config: TNTConfig) -> Any:

@@ -102,3 +102,27 @@ def test_a_folder_that_lost_its_shards_was_not_saved_over(folders, converted):
     for path in converted.glob("*.safetensors"):
         path.unlink()
     assert failed(check(folders[0], converted)) >= {"manifest", "finite"}
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "rope, positions, found",
+    [
+        (DYNAMIC, 20, {"configuration", "parity"}),
+        (DYNAMIC, 64, {"configuration", "parity"}),
+        (YARN | {"factor": None}, 64, {"configuration", "parity"}),
+        (YARN | {"factor": 2.0}, 64, set()),
+        ({"rope_type": "default", "rope_theta": 1e4}, 64, set()),
+    ],
+)
+def test_a_length_that_rope_is_computed_from_is_held_to_the_source(tmp_path, rope, positions, found):
+    """With a probe of the default length, which follows the lengths of both."""
+    source = save_source(tmp_path / "source", rope_parameters=dict(rope), max_position_embeddings=32)
+    output = convert_checkpoint(source, tmp_path / "output", **MEMORY, progress=False)
+    assert not failed(check(source, output, None))
+    path = output / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": positions}))
+    assert failed(check(source, output, None)) == {"manifest"} | found
