@@ -116,8 +116,12 @@ def draw(output: Path, results: dict, done: dict) -> list[str]:
         starts = range(0, losses.shape[1], size)
         means = [math.exp(losses[:, i : i + size].mean()) for i in starts]
         style = {SOURCE: "k-", WINDOW: "k:"}.get(name, "-" if "hybrid" in name else "--")
+        # Stage 2 may change nothing: its line leaves to be seen what it lies on.
+        marker = {"marker": "."}
+        if name == STAGE2:
+            style, marker = ":", {"marker": "o", "markersize": 9, "markerfacecolor": "none"}
         label = f"{LABELS[name].format(**plan)}: {results['text'][name]['perplexity']:.2f}"
-        axes.plot([i + 1 + size / 2 for i in starts], means, style, marker=".", label=label)
+        axes.plot([i + 1 + size / 2 for i in starts], means, style, **marker, label=label)
     axes.axvline(plan["window"], color="grey", linestyle=":", label="attention window")
     axes.set(
         xlabel="position in the window of text (tokens)",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tnt_hf.recipes.pictures import finish
+from tnt_hf.recipes.training_plots import spans_decades
 
 
 FORMAT = "tnt-evaluation-1"
@@ -202,8 +203,13 @@ def _draw_cost(axes, rows: list[dict[str, Any]]) -> None:
 
 def _draw_ablations(axes, section: dict[str, Any]) -> None:
     rows = {name: row for name, row in section.items() if "nats" in row}
+    rises = [row["nats"] for row in rows.values()]
     errors = [row["nats_standard_error"] or 0.0 for row in rows.values()]
-    axes.barh(list(rows), [row["nats"] for row in rows.values()], xerr=errors, label="rise of the loss")
+    axes.barh(list(rows), rises, xerr=errors, label="rise of the loss")
+    sizes = [abs(rise) for rise in rises if rise]
+    if spans_decades(sizes):  # symmetric, as switching a branch off may lower the loss
+        axes.set_xscale("symlog", linthresh=min(sizes))
+        axes.grid(axis="x", alpha=0.3)
     axes.invert_yaxis()
     axes.set(xlabel="nats per token, on the same text", title="With a branch switched off")
 

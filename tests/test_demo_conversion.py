@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.recipes import blocked_attention, demo_conversion
 from tnt_hf.recipes.demo_conversion import PRECISIONS, ConversionPlan, measured_on
-from tnt_hf.recipes.demo_conversion_report import recovered
+from tnt_hf.recipes.demo_conversion_report import STAGE2, draw, recovered, text_result
 from tnt_hf.recipes.distillation import RATES, distiller, with_lora
 from tnt_hf.recipes.optimization import parameter_groups
 from tnt_hf.recipes.training import train_in_order
@@ -185,6 +185,22 @@ def test_shares_follow_from_the_losses():
     assert recovered(np.log(13.0) + noise, source, window)["perplexity"] < 0
     uneven = np.log(9.0) + np.random.default_rng(1).normal(0, 0.5, (40, 6))
     assert 0.02 < recovered(uneven, source, window)["loss_standard_error"] < 0.5
+
+
+def test_what_stage_2_lies_on_can_be_seen(tmp_path):
+    """Where stage 2 changes nothing, both colours are in the picture."""
+    from matplotlib import colors
+    from matplotlib.image import imread
+
+    losses = {name: np.full((2, 511), loss) for name, loss in (("source", 2.0), ("window", 3.0), ("hybrid", 2.5))}
+    held_out = {"converted": losses["window"], "trained": losses["hybrid"], "stage 2": losses["hybrid"]}
+    done = {"source": {"held_out": losses["source"]}, "hybrid": {"held_out": held_out}}
+    done = {name: job | {"losses": [3.0, 2.0], "train_tokens": 64} for name, job in done.items()}
+    text = {name: text_result(x, 2.0) for name, x in {**losses, STAGE2: losses["hybrid"]}.items()}
+    draw(tmp_path, {"text": text, "plan": {"window": 32}}, done)
+    picture = imread(tmp_path / "conversion.png")[..., :3]
+    for colour in ("C0", "C1"):  # of the hybrid, and of it after stage 2: more than the few points of the legend
+        assert (np.abs(picture - colors.to_rgb(colour)).max(-1) < 0.01).sum() > 400, colour
 
 
 def test_students_see_a_tenth_of_the_sources_tokens():

@@ -20,7 +20,7 @@ from tnt_hf.recipes.data import read_corpus, train_tokenizer
 from tnt_hf.recipes.evaluate import TASKS, evaluate
 from tnt_hf.recipes.evaluation_model import documents_of, load_model, texts_of, training_note
 from tnt_hf.recipes.evaluation_perplexity import perplexity
-from tnt_hf.recipes.evaluation_report import FORMAT, write_evaluation
+from tnt_hf.recipes.evaluation_report import FORMAT, PICTURES, write_evaluation
 
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}  # number {i * i} of many\n" * 3 for i in range(5)]
@@ -105,6 +105,17 @@ def test_json_markdown_and_pictures_lie_in_the_folder(evaluated):
     for heading in ("Perplexity", "Pass key", "Associative recall", "Cost", "Ablations"):
         assert f"\n## {heading}\n" in page
     assert results["command"] in page and "| memory off |" in page
+
+
+@pytest.mark.parametrize("rises, scale", [((3.0, 0.002, -0.001), "symlog"), ((3.0, 0.5, 0.0), "linear")])
+def test_a_branch_that_does_little_has_a_bar_beside_one_that_does_all(rises, scale):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    PICTURES["ablations.png"][1](axes, {str(x): {"nats": x, "nats_standard_error": None} for x in rises})
+    assert axes.get_xscale() == scale
+    ends = axes.transData.transform([(x, 0) for x in rises if x])[:, 0] - axes.transData.transform((0, 0))[0]
+    assert all(abs(end) > axes.bbox.width / 50 for end in ends)
 
 
 def test_evaluate_gives_what_the_command_writes(evaluated, tokenizer):
