@@ -176,7 +176,7 @@ def training(model: Model) -> str:
         "parameters trained": _fact(run.get("trained_parameters")),
         "time": f"{run['seconds']:,.0f} s" if run.get("seconds") is not None else None,
         "tokens per second": f"{run['tokens_per_second']:,.0f}" if run.get("tokens_per_second") is not None else None,
-        "peak memory": f"{run['peak_memory_bytes']:,} bytes" if run.get("peak_memory_bytes") else None,
+        "peak memory": f"{run['peak_memory_bytes'] / 2**20:,.0f} MiB" if run.get("peak_memory_bytes") else None,
         "seed": _fact(run.get("seed")),
         **{f"{key.replace('_', ' ')} at the end": _fact(x) for key, x in (run.get("metrics") or {}).items()},
         **{key.replace("_", " "): _fact(x) for key, x in environment.items() if key not in ("command", "seed")},

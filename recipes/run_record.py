@@ -29,7 +29,7 @@ def write_run_record(trainer, facts: dict[str, Any], counts: dict[str, int], met
         counts: of [`count_parameters`]. metrics: the final ones.
     """
     state, seconds = trainer.state, trainer.seconds
-    peaks = [entry["peak_memory_bytes"] for entry in state.log_history if "peak_memory_bytes" in entry]
+    peaks = [round(2**20 * x["peak_memory_mib"]) for x in state.log_history if "peak_memory_mib" in x]
     defaults = {"command": command_line(), "recipe": None, "settings": {}, "mode": None, "data": {}}
     record = {
         "format": FORMAT,

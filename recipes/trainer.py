@@ -297,7 +297,7 @@ class RecipeTrainer(ResumableTrainer):
             seen, seconds = self.state.num_input_tokens_seen, time.perf_counter() - self._clock
             logs |= {"tokens": seen, "tokens_per_second": (seen - self._tokens_logged) / max(seconds, 1e-9)}
             self._tokens_logged, self._clock = seen, time.perf_counter()
-            logs |= {"peak_memory_bytes": peak_memory_bytes(self.args.device)} | self._rates
+            logs |= {"peak_memory_mib": peak_memory_bytes(self.args.device) / 2**20} | self._rates
             earlier = next((entry["step"] for entry in reversed(self.state.log_history) if "loss" in entry), 0)
             for callback in self._window_dropouts():
                 logs["window_dropout"] = callback.share(earlier, self.state.global_step)

@@ -78,7 +78,7 @@ def test_every_figure_of_the_results_is_in_the_card(run):
         "| parameters trained | 20,000 |",
         "61 s",
         "1,628",
-        "987,654,321",
+        "| peak memory | 942 MiB |",
         "2.468",
         "2.643",
         "torch 2.13.0",

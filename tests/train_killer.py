@@ -47,7 +47,7 @@ CONFIG = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-TIMES = ("tokens_per_second", "peak_memory_bytes", "runtime", "per_second")
+TIMES = ("tokens_per_second", "peak_memory_mib", "peak_memory_bytes", "runtime", "per_second")
 MOMENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
