@@ -168,8 +168,10 @@ def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source
     tokenizer = any(name in checkpoint.companions for name in TOKENIZERS)
     layers, count = config.memory_layer_indices, config.num_hidden_layers
     metadata = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    metadata |= {"base_model": source} if HUB_ID.fullmatch(source) else {}
-    metadata |= {key: value for key, value in front_matter(checkpoint.folder).items() if key in PASSED_ON}
+    said = front_matter(checkpoint.folder)
+    base = source if HUB_ID.fullmatch(source) else said.get("base_model")  # of a folder, what it was made from
+    metadata |= {"base_model": base} if base else {}
+    metadata |= {key: value for key, value in said.items() if key in PASSED_ON}
     metadata["tags"] = ["tnt", "titans", "test-time-memory", "custom_code"]
     start = "The memory starts closed: it changes nothing until it is trained."
     if not layers:

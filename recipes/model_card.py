@@ -42,23 +42,24 @@ VERSIONS = re.compile(r"### Framework versions\s*(- .*\s*)*\Z")
 # ------------------------------------------------------------------------------------------------------------ the card
 
 
-def model_card(folder: str | os.PathLike, name: str) -> str:
+def model_card(folder: str | os.PathLike, name: str, *, license: str | None = None) -> str:
     """
     The complete README.md of a folder.
 
     Args:
         folder: a saved TNT model, a model with an injected memory, or an adapter.
         name: of the model in the card: its Hub id, or the folder's name.
+        license: as the Hub calls it; by default what the folder's card, or that of what it was made from, says.
 
     Raises:
         ValueError, OSError: see [`read_model`].
     """
     model = read_model(folder)
     if model.kind == "tnt" and model.is_as_converted and "source" in model.conversion:
-        return _signed(_card_of_conversion(model, name))
+        return _signed(_card_of_conversion(model, name, license))
     parts = sections(TEMPLATE.read_text(encoding="utf-8"))
     values = {
-        "metadata": metadata(model, name).to_yaml(),
+        "metadata": metadata(model, name, license).to_yaml(),
         "title": name,
         "summary": summary(model),
         "quick_start": quick_start(model, name),
@@ -84,12 +85,13 @@ def sections(card: str) -> dict[str, str]:
     return dict(zip(["", *pieces[1::2]], pieces[::2]))
 
 
-def write_card(folder: str | os.PathLike, name: str, *, regenerate: bool = False) -> bool:
+def write_card(folder: str | os.PathLike, name: str, *, regenerate: bool = False, license: str | None = None) -> bool:
     """
     Write or update README.md of a folder; one that somebody wrote or edited stays.
 
     Args:
         regenerate: replace that one, too; it is kept as `README.previous….md`.
+        license: see [`model_card`].
 
     Returns:
         Whether the folder now has the generated card.
@@ -100,7 +102,7 @@ def write_card(folder: str | os.PathLike, name: str, *, regenerate: bool = False
     if not mine and not regenerate:
         return False
     new = folder / f".README.md.{os.getpid()}"
-    new.write_text(model_card(folder, name), encoding="utf-8")
+    new.write_text(model_card(folder, name, license=license), encoding="utf-8")
     if not mine:
         kept = (folder / f"README.previous{n or ''}.md" for n in count())
         os.replace(path, next(name for name in kept if not name.exists()))
@@ -136,12 +138,12 @@ def _digest(card: str) -> str:
     return hashlib.sha256(card.strip().encode()).hexdigest()
 
 
-def _card_of_conversion(model: Model, name: str) -> str:
+def _card_of_conversion(model: Model, name: str, license: str | None) -> str:
     """The conversion's own card, under another name and with results where there are some."""
     config = TNTConfig.from_dict(dict(model.config))
     card = conversion_card.model_card(config, model.conversion, read_source(model.folder), name, MANIFEST)
     parts = sections(card)
-    own = {"": _with_results(parts.pop(""), model, name)}
+    own = {"": _completed(parts.pop(""), model, name, license)}
     for heading, body in parts.items():
         if heading == "Limits" and (found := evaluation_results(model)):
             own["Results"] = f"\n{found}\n\n"
@@ -149,11 +151,13 @@ def _card_of_conversion(model: Model, name: str) -> str:
     return "".join((f"## {heading}\n" if heading else "") + body for heading, body in own.items())
 
 
-def _with_results(head: str, model: Model, name: str) -> str:
-    """The card's head, its metadata with the evaluation in it."""
-    if not (found := model_index(model)):
+def _completed(head: str, model: Model, name: str, license: str | None) -> str:
+    """The card's head, its metadata with the evaluation and a licence in it."""
+    if not (found := model_index(model)) and license is None:
         return head
-    _, metadata, rest = head.split("---\n", 2)
-    return (
-        f"---\n{ModelCardData(**yaml.safe_load(metadata), model_name=name, eval_results=found).to_yaml()}\n---\n{rest}"
-    )
+    _, text, rest = head.split("---\n", 2)
+    said = yaml.safe_load(text)
+    if license is not None:
+        said = {key: x for key, x in said.items() if not key.startswith("license")} | {"license": license}
+    said |= {"model_name": name, "eval_results": found} if found else {}
+    return f"---\n{ModelCardData(**said).to_yaml()}\n---\n{rest}"

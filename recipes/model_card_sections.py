@@ -7,8 +7,9 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from tnt_hf import TNTConfig
+from tnt_hf.conversion.manifest import MANIFEST, read_manifest
 from tnt_hf.conversion.model_card import PASSED_ON, REMOTE_CODE, attention_summary, command_line, front_matter
-from tnt_hf.conversion.source import HUB_ID
+from tnt_hf.conversion.source import HUB_ID, read_json
 from tnt_hf.costs_tnt import memory_state_bytes
 from tnt_hf.recipes.arguments import DataArguments
 from tnt_hf.recipes.model_card_tables import (
@@ -21,7 +22,7 @@ from tnt_hf.recipes.model_card_tables import (
     settings,
     text,
 )
-from tnt_hf.recipes.model_folder import Model
+from tnt_hf.recipes.model_folder import TRAINING, Model
 
 
 PLOTS = ("loss.png", "gates.png")
@@ -153,7 +154,11 @@ def training_data(model: Model) -> str:
     """What the model read."""
     data = dict(model.training.get("data") or {})
     name = data.pop("name", None)
-    shown = {"text": f"[{name}](https://huggingface.co/datasets/{name})" if hub_datasets(model) else data_name(name)}
+    shown = {
+        "text": f"[{name}](https://huggingface.co/datasets/{name})"
+        if hub_datasets(model.training)
+        else data_name(name)
+    }
     if name == "python-stdlib":
         shown["text"] += ", the source text of Python's standard library"
     data.pop("encoding", None)
@@ -225,13 +230,21 @@ def limits(model: Model) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def metadata(model: Model, name: str) -> ModelCardData:
-    """The card's YAML; licence and language only where the folder's card or the source's says them."""
-    kept: dict[str, Any] = {}
-    for place in (model.folder / "converted", model.folder):
-        kept |= {k: x for k, x in front_matter(place).items() if k in PASSED_ON and x}
-    if model.base and HUB_ID.fullmatch(model.base):
-        kept["base_model"] = model.base
+def metadata(model: Model, name: str, license: str | None = None) -> ModelCardData:
+    """The card's YAML; licence, language and base model as the folder's card or the nearest one of what it was made
+    from says them, and all datasets of the Hub that any of these were trained on."""
+    kept, datasets = {"license": license} if license else {}, hub_datasets(model.training)
+    bases = [model.base]
+    for place in model.lineage:
+        said = {key: x for key, x in front_matter(place).items() if x}
+        names = [key for key in PASSED_ON if not (key.startswith("license") and "license" in kept)]
+        kept = {key: said[key] for key in names if key in said} | kept
+        if (place / MANIFEST).is_file():
+            bases.append(read_manifest(place)["conversion"].get("source"))
+        bases.append(said.get("base_model"))
+        datasets += hub_datasets(read_json(path)) if (path := place / TRAINING).is_file() else []
+    base = next((x for x in bases if isinstance(x, str) and HUB_ID.fullmatch(x) and not Path(x).is_dir()), None)
+    kept |= {"base_model": base} if base else {}
     tags = [
         "tnt",
         *["test-time-memory"] * has_memory(model),
@@ -242,16 +255,16 @@ def metadata(model: Model, name: str) -> ModelCardData:
         library_name="peft" if model.kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
         tags=tags,
-        datasets=hub_datasets(model) or None,
+        datasets=list(dict.fromkeys(datasets)) or None,
         model_name=name if found else None,
         eval_results=found or None,
         **kept,
     )
 
 
-def hub_datasets(model: Model) -> list[str]:
-    """The training data, if it is a dataset of the Hub."""
-    name = model.training.get("data", {}).get("name")
+def hub_datasets(run: dict[str, Any]) -> list[str]:
+    """The data of a `training.json`, if it is a dataset of the Hub."""
+    name = (run.get("data") or {}).get("name")
     is_id = isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).suffix and not Path(name).exists()
     return [name] if is_id else []
 

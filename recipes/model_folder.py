@@ -63,10 +63,31 @@ class Model:
         return _public(self.conversion.get("source") or given.get("source")) or self.start
 
     @property
+    def lineage(self) -> list[Path]:
+        """This folder and those it was made from, as far as they are still here; the nearest first."""
+        found: list[Path] = []
+        folder: Path | None = self.folder
+        while folder is not None and folder not in found:
+            found += [folder, folder / "converted"]
+            folder = _made_from(folder)
+        return found
+
+    @property
     def start(self) -> str | None:
         """The model that a training began with, as `base`; `None` from scratch, where it is the name of a preset."""
         given = self.training.get("settings", {}).get("model", {}).get("model")
         return _public(given) if isinstance(given, str) and "/" in given else None
+
+
+def _made_from(folder: Path) -> Path | None:
+    """The folder that a training began with or an adapter adapts; `None` for a Hub id or what is not here."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    else:
+        run = read_json(path) if (path := folder / TRAINING).is_file() else {}
+        name = run.get("settings", {}).get("model", {}).get("model")
+        name = name if isinstance(name, str) and "/" in name else None  # a preset's has none
+    return Path(name).resolve() if isinstance(name, str) and name and Path(name).is_dir() else None
 
 
 def _public(name: Any) -> str | None:

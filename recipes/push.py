@@ -9,6 +9,7 @@ earlier push left in the repository and that are not part of this one are remove
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def push(
     message: str | None = None,
     dry_run: bool = False,
     regenerate_card: bool = False,
+    license: str | None = None,
     say=print,
 ) -> str | None:
     """
@@ -35,6 +37,8 @@ def push(
         message: of the commit.
         dry_run: only check and list: no network, and nothing is written.
         regenerate_card: replace a README.md that somebody wrote or edited, here or in the repository.
+        license: for the card's metadata, as the Hub calls it (`apache-2.0`); by default that of the folder's card, or
+            of what the model was made from.
         say: told what happens, one line each.
 
     Returns:
@@ -44,6 +48,7 @@ def push(
         ValueError: the folder, `repo` or `revision` is not acceptable.
         OSError: a file is missing, there is no token, or the Hub cannot be reached or refuses.
     """
+    import yaml
     from huggingface_hub import CommitOperationAdd, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -63,6 +68,8 @@ def push(
         raise ValueError(f"REPO={repo!r}: must have the form owner/name")
     if not revision or revision.startswith("-") or any(c in revision for c in " ~^:?*[\\") or ".." in revision:
         raise ValueError(f"revision={revision!r}: is no name of a branch")
+    if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license):
+        raise ValueError(f"license={license!r}: must be one of the Hub's names, such as apache-2.0 or other")
     model = read_model(folder)
     files = files_to_push(model)
     notes = check_files(model, files)
@@ -71,16 +78,20 @@ def push(
         inside(model.folder, card.name)  # or a link would publish a file of elsewhere
     edited = card.is_file() and not is_generated(card.read_text(encoding="utf-8", errors="replace"), model.folder)
     if edited and not regenerate_card:
+        if license is not None:
+            raise ValueError(f"license={license!r}: README.md is edited by hand; name the licence in it")
         notes.append("README.md: edited by hand, kept as it is (--regenerate-card replaces it)")
         text = card.read_bytes()
     else:
-        text = model_card(folder, repo).encode()
+        text = model_card(folder, repo, license=license).encode()
+        if "license" not in yaml.safe_load(text.split(b"---\n", 2)[1]):
+            notes.append("README.md: says no licence, and neither does what the model was made from (--license ID)")
     check_secrets(card.name, text)
     if not dry_run and not get_token():
         raise PermissionError("no token: run `hf auth login`, or set HF_TOKEN to a token with write access")
     size = len(text)
     if not dry_run:
-        write_card(folder, repo, regenerate=regenerate_card)
+        write_card(folder, repo, regenerate=regenerate_card, license=license)
         if MANIFEST in files:
             add_digests(model.folder)
     contents: dict[str, bytes | Path] = {name: public_json(name, path) or path for name, path in files.items()}
@@ -161,6 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--regenerate-card", action="store_true", help="replace a README.md that somebody wrote or edited"
     )
+    parser.add_argument("--license", metavar="ID", help="for the card, such as apache-2.0 (default: the source's)")
     return parser
 
 
@@ -176,6 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
             message=options.message,
             dry_run=options.dry_run,
             regenerate_card=options.regenerate_card,
+            license=options.license,
         )
     except (ValueError, OSError) as error:
         print(f"tnt push: {error}", file=sys.stderr)

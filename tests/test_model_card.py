@@ -267,6 +267,42 @@ def test_stage_2_names_stage_1(run, tmp_path):
     assert "Training started from `stage1`" in model_card(folder, "stage2")
 
 
+def test_what_its_origins_say_is_in_the_metadata_of_the_last_stage(conversion, tmp_path):
+    """Licence and base model of the source and the data of every stage, though only the first has `converted/`."""
+    first = save_run(tmp_path / "distill")
+    card = (conversion / "README.md").read_text().replace("license:", "base_model: owner/llama\nlicense:")
+    (shutil.copytree(conversion, first / "converted") / "README.md").write_text(card)
+    (first / "training.json").write_text(json.dumps(RUN | {"data": {"name": "owner/texts"}}))
+    second = save_run(tmp_path / "long")
+    began = {"settings": {"model": {"model": str(first)}}, "data": {"name": "owner/books"}}
+    (second / "training.json").write_text(json.dumps(RUN | began))
+    found = metadata(model_card(second, "long"))
+    assert (found["license"], found["language"], found["base_model"]) == ("llama3.2", "en", "owner/llama")
+    assert found["datasets"] == ["owner/books", "owner/texts"]
+
+
+def test_the_nearest_licence_is_taken_whole(run, tmp_path):
+    """A name or a link that belongs to the licence of an earlier model is not put beside another licence."""
+    folder = copied(run, tmp_path)
+    (folder / "converted").mkdir()
+    (folder / "converted" / "README.md").write_text("---\nlicense: other\nlicense_name: theirs\n---\n")
+    found = metadata(model_card(folder, "books"))
+    assert (found["license"], found["license_name"]) == ("other", "theirs")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    found = metadata(model_card(folder, "books"))
+    assert found["license"] == "mit" and "license_name" not in found
+    found = metadata(model_card(folder, "books", license="apache-2.0"))
+    assert found["license"] == "apache-2.0" and "license_name" not in found
+
+
+def test_a_licence_that_is_given_is_that_of_a_conversion_too(conversion, tmp_path):
+    folder = copied(conversion, tmp_path)
+    assert write_card(folder, "hybrid", license="mit")
+    card = (folder / "README.md").read_text()
+    assert metadata(card)["license"] == "mit" and "What holds" in sections(card)
+    assert metadata(model_card(folder, "hybrid"))["license"] == "mit", "it stays"
+
+
 def injected_model():
     host = tiny_host("llama", vocab_size=VOCABULARY)
     inject(host, LiZAConfig(weight=0.3))
@@ -287,7 +323,9 @@ def test_an_adapter_names_its_base_and_loads_on_it(tmp_path, monkeypatch, capsys
     save_tokenizer(tmp_path / "adapter")
     monkeypatch.chdir(tmp_path)
     get_tptt_model(str(tmp_path / "llama"), LiZAConfig(weight=0.3)).save_pretrained("adapter")
+    (tmp_path / "llama" / "README.md").write_text("---\nlicense: llama3.2\nbase_model: owner/llama\n---\n")
     card = model_card("adapter", "adapter")
+    assert (metadata(card)["license"], metadata(card)["base_model"]) == ("llama3.2", "owner/llama")
     assert metadata(card)["library_name"] == "peft" and str(tmp_path) not in card
     assert 'load_injected("llama", path)' in card
     assert run_quick_start(card, tmp_path, monkeypatch, capsys).startswith("Test-time memory is")

@@ -129,6 +129,21 @@ def test_a_dry_run_lists_and_touches_nothing(run, hub, tmp_path, capsys, monkeyp
     assert contents(folder) == before and hub.requests == []
 
 
+def test_a_licence_nobody_named_is_asked_for_and_stays_once_given(run, hub, tmp_path):
+    folder = copied(run, tmp_path)
+    push(folder, "user/books", dry_run=True, say=(said := []).append)
+    assert any("says no licence" in line and "--license" in line for line in said)
+    assert tnt(["push", str(folder), "user/books", "--license", "apache-2.0"]) == 0
+    push(folder, "user/books", say=(said := []).append)
+    assert b"\nlicense: apache-2.0\n" in hub.files("user/books")[1]["README.md"]
+    assert not any("licence" in line for line in said)
+    (folder / "README.md").write_text("# Mine\n")
+    with pytest.raises(ValueError, match="license='mit': README.md is edited by hand"):
+        push(folder, "user/books", license="mit", say=said.append)
+    with pytest.raises(ValueError, match="license='Apache 2': must be one of the Hub's names"):
+        push(folder, "user/books", license="Apache 2", say=said.append)
+
+
 def test_a_branch_is_made_and_main_is_left_alone(run, hub):
     push(run, "user/books", revision="stage-2", say=lambda line: None)
     assert hub.files("user/books")[1] == {}
