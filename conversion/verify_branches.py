@@ -6,12 +6,13 @@ Axis legend
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from tnt_hf.branch_tnt import TNTMemoryUnit
-from tnt_hf.gate_tnt import TNTMemoryGate
+from tnt_hf.gate_tnt import CLOSED_BY, TNTMemoryGate
 
 
 def gates(model: nn.Module) -> list[TNTMemoryGate]:
@@ -26,10 +27,9 @@ def opened(model: nn.Module, seed: int) -> Iterator[None]:
     before = []
     with torch.no_grad():
         for gate in gates(model):
-            if gate.kind == "published":
+            if gate.kind not in CLOSED_BY:
                 continue
-            name = {"add": "scale", "product": "proj.weight", "mix": "weight"}[gate.kind]
-            value = gate.get_parameter(name) if gate.kind != "mix" else gate.get_buffer(name)
+            value = attrgetter(CLOSED_BY[gate.kind])(gate)
             before.append((value, value.clone()))
             random = torch.rand(value.shape, generator=generator)
             width = value.shape[-1] ** -0.5 if gate.kind == "product" else 1.0

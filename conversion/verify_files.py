@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tnt_hf import TNTConfig, __version__
+from tnt_hf.gate_tnt import CLOSED_BY
 
 from .families import FAMILIES, tnt_config
 from .manifest import MANIFEST, check_manifest, read_manifest, without_digest
@@ -207,8 +208,8 @@ def memory_state(output: Path, config: TNTConfig) -> str:
     """`"none"`, `"closed"` (every gate is at zero, so the result computes its attention alone) or `"open"`."""
     if not config.memory_layer_indices:
         return "none"
-    end = {"add": "gate.scale", "mix": "gate.weight", "product": "gate.proj.weight"}.get(config.memory_gate)
     shards = Shards(output)
-    names = [f"model.layers.{i}.memory.{end}" for i in config.memory_layer_indices] if end else []
-    closed = names and all(not bool(block.count_nonzero()) for name in names for block in shards.blocks(name))
-    return "closed" if closed else "open"
+    if config.memory_gate not in CLOSED_BY:
+        return "open"
+    names = [f"model.layers.{i}.memory.gate.{CLOSED_BY[config.memory_gate]}" for i in config.memory_layer_indices]
+    return "open" if any(bool(block.any()) for name in names for block in shards.blocks(name)) else "closed"

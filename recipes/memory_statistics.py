@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tnt_hf.branch_tnt import TNTMemory, TNTMemoryUnit
 from tnt_hf.conversion.liza import LiZAMemory
-from tnt_hf.gate_tnt import TNTMemoryGate
+from tnt_hf.gate_tnt import CLOSED_BY, TNTMemoryGate
 
 
 def host_of(model: nn.Module) -> nn.Module:
@@ -39,9 +39,8 @@ def all_closed(model: nn.Module) -> bool:
     """Whether no gate of a TNT model lets anything of its memory through, as where a conversion starts: the memories'
     gradients are 0."""
     gates = [module for module in model.modules() if isinstance(module, TNTMemoryGate)]
-    weights = {"add": "scale", "product": "proj.weight", "mix": "weight"}
     return bool(gates) and not any(
-        gate.kind == "published" or bool(attrgetter(weights[gate.kind])(gate).any()) for gate in gates
+        gate.kind not in CLOSED_BY or bool(attrgetter(CLOSED_BY[gate.kind])(gate).any()) for gate in gates
     )
 
 

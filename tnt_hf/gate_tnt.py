@@ -13,6 +13,10 @@ from .configuration_tnt import TNTConfig
 from .precision_tnt import full_precision, wide
 
 
+# By `memory_gate`, the tensor of [`TNTMemoryGate`] that silences the memory where it is 0. "published" has none.
+CLOSED_BY = {"add": "scale", "product": "proj.weight", "mix": "weight"}
+
+
 class _RMSNorm(torch.autograd.Function):
     """weight * x / rms(x), with a backward of half the passes over x that autograd takes through its steps."""
 
