@@ -28,10 +28,10 @@ from transformers.utils import logging as hf_logging
 from tnt_hf import TNTConfig, TNTForCausalLM, __version__
 from tnt_hf.costs_tnt import BYTES, key_value_bytes, memory_state_bytes
 
+from .ablations import ablations, opened, without_memory
 from .families import FAMILIES, read_source_config, tnt_config
 from .memory_use import PeakMemory
 from .source import locate, read_json
-from .verify_branches import branches, opened, without_memory
 from .verify_files import (
     check_base_weights,
     check_code,
@@ -379,7 +379,7 @@ def _both_ways(function: Callable, model, ids: Tensor, full: Tensor, seed: int, 
 def _ablations(model, ids: Tensor, full: Tensor, source: Tensor) -> tuple[bool, dict[str, Any]]:
     """Loss, perplexity and distances of the text with all branches and with one switched off."""
     found = {}
-    everything = {"all branches": None} | (branches(model) if model.config.memory_layer_indices else {})
+    everything = {"all branches": None} | ablations(model)
     for name, off in everything.items():
         logits = full
         if off is not None:

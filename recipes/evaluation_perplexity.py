@@ -10,8 +10,7 @@ Axis legend
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tnt_hf.conversion.injected_tnt import InjectedTNTMemory
-from tnt_hf.conversion.liza import LiZAMemory
-from tnt_hf.conversion.verify_branches import branches, gates, without_attention, without_memory, without_one_memory
+from tnt_hf.conversion.ablations import ablations
 
 
 FIRST_BUCKET = 16  # positions of the first bucket; every further one reaches twice as far
@@ -174,34 +171,6 @@ def perplexity_result(rows: Rows, losses: list[Tensor]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------- ablations
-
-
-@contextmanager
-def _mixing_weight(model: nn.Module, value: float) -> Iterator[None]:
-    """Every LiZA layer with its mixing weight at `value`: 0 is attention alone, 1 the linear operator alone."""
-    before = [(module, module.weight.clone()) for module in model.modules() if isinstance(module, LiZAMemory)]
-    for module, _ in before:
-        module.weight.fill_(value)
-    try:
-        yield
-    finally:
-        for module, weight in before:
-            module.weight.copy_(weight)
-
-
-def ablations(model: nn.Module) -> dict[str, Callable]:
-    """Every branch that can be switched off, as a context manager by its name; empty for a model without memory."""
-    if any(isinstance(module, LiZAMemory) for module in model.modules()):
-        return {"memory off": lambda: _mixing_weight(model, 0), "attention off": lambda: _mixing_weight(model, 1)}
-    injected = [module for module in model.modules() if isinstance(module, InjectedTNTMemory)]
-    if injected:
-        found = {"memory off": lambda: without_memory(model), "attention off": lambda: without_attention(model)}
-        specs = injected[0].config.memory_specs
-        for i, spec in enumerate(specs if len(specs) > 1 else []):
-            name = f"{spec.name} memory of {spec.chunk_size} tokens off"
-            found[f"{name} ({i})" if name in found else name] = lambda i=i: without_one_memory(model, i)
-        return found
-    return branches(model) if gates(model) else {}
 
 
 def ablation_result(

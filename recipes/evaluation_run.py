@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 
 import tnt_hf
+from tnt_hf.conversion.ablations import ablations
 from tnt_hf.recipes.environment import environment
 from tnt_hf.recipes.evaluation_cost import REPEATS, cost_result
 from tnt_hf.recipes.evaluation_model import documents_of, texts_of
 from tnt_hf.recipes.evaluation_perplexity import (
     Rows,
     ablation_result,
-    ablations,
     perplexity_result,
     rows_per_batch,
     token_losses,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tnt_hf.branch_tnt import TNTMemory, TNTMemoryUnit
+from tnt_hf.conversion.ablations import gates
 from tnt_hf.conversion.liza import LiZAMemory
 from tnt_hf.gate_tnt import CLOSED_BY, TNTMemoryGate
 
@@ -38,9 +39,9 @@ def first_row(inputs: dict[str, Any]) -> dict[str, Tensor] | None:
 def all_closed(model: nn.Module) -> bool:
     """Whether no gate of a TNT model lets anything of its memory through, as where a conversion starts: the memories'
     gradients are 0."""
-    gates = [module for module in model.modules() if isinstance(module, TNTMemoryGate)]
-    return bool(gates) and not any(
-        gate.kind not in CLOSED_BY or bool(attrgetter(CLOSED_BY[gate.kind])(gate).any()) for gate in gates
+    found = gates(model)
+    return bool(found) and not any(
+        gate.kind not in CLOSED_BY or bool(attrgetter(CLOSED_BY[gate.kind])(gate).any()) for gate in found
     )
 
 

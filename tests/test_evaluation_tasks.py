@@ -15,14 +15,13 @@ from torch.nn.functional import log_softmax
 
 from tnt_hf import TNTForCausalLM, memory_state_bytes
 from tnt_hf.conversion import inject
-from tnt_hf.conversion.verify_branches import gates
+from tnt_hf.conversion.ablations import ablations, gates
 from tnt_hf.recipes import evaluation_cost
 from tnt_hf.recipes.data import Recall, train_tokenizer
 from tnt_hf.recipes.evaluation_cost import DECODED, cache_bytes, cost_at, cost_result
 from tnt_hf.recipes.evaluation_perplexity import (
     Rows,
     ablation_result,
-    ablations,
     buckets,
     by_document,
     mean_and_error,

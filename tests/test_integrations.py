@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import LiZAConfig, convert_checkpoint, inject, load_injected
-from tnt_hf.conversion.verify_branches import gates
+from tnt_hf.conversion.ablations import gates
 from tnt_hf.recipes import with_tnt
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE
 from tnt_hf.recipes.data import train_tokenizer

@@ -27,8 +27,8 @@ from transformers import (
 
 from tnt_hf import TNTForCausalLM, branch_tnt, modeling_tnt, state_tnt
 from tnt_hf.conversion import convert_checkpoint, verify, verify_command, verify_conversion
+from tnt_hf.conversion.ablations import opened
 from tnt_hf.conversion.memory_use import PeakMemory
-from tnt_hf.conversion.verify_branches import opened
 from tnt_hf.conversion.verify_measures import ROUNDING, difference, forward, next_token_loss, rounding
 from tnt_hf.conversion.verify_probe import probe_ids
 from tnt_hf.conversion.verify_report import as_markdown, as_text

@@ -1,4 +1,4 @@
-"""A TNT model with a branch switched off, or with its gates opened, in memory only and undone afterwards.
+"""A model with a branch switched off, or with its gates opened, in memory only and undone afterwards.
 
 Axis legend
     B batch   T tokens   Q = Hq * head_dim channels before o_proj
@@ -11,8 +11,10 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from tnt_hf.branch_tnt import TNTMemoryUnit
+from tnt_hf.branch_tnt import TNTMemory, TNTMemoryUnit
 from tnt_hf.gate_tnt import CLOSED_BY, TNTMemoryGate
+
+from .liza import LiZAMemory
 
 
 def gates(model: nn.Module) -> list[TNTMemoryGate]:
@@ -81,15 +83,31 @@ def without_one_memory(model: nn.Module, index: int):
     return _hooked([unit.register_forward_hook(silent) for unit in units])
 
 
-def branches(model: nn.Module) -> dict[str, Callable]:
-    """Every ablation by the name it has in the report: a context manager each."""
-    found = {"memory off": lambda: without_memory(model), "attention off": lambda: without_attention(model)}
-    if model.config.variant != "mag":
-        del found["attention off"]
-    specs = model.config.memory_specs
-    for i, spec in enumerate(specs):
+@contextmanager
+def _mixed(model: nn.Module, weight: float) -> Iterator[None]:
+    """Every LiZA layer with its mixing weight at `weight`: 0 is attention alone, 1 the linear operator alone."""
+    before = [(module, module.weight.clone()) for module in model.modules() if isinstance(module, LiZAMemory)]
+    for module, _ in before:
+        module.weight.fill_(weight)
+    try:
+        yield
+    finally:
+        for module, old in before:
+            module.weight.copy_(old)
+
+
+def ablations(model: nn.Module) -> dict[str, Callable]:
+    """Every branch that can be switched off, as a context manager by its name; empty for a model without memory."""
+    if any(isinstance(module, LiZAMemory) for module in model.modules()):
+        return {"memory off": lambda: _mixed(model, 0), "attention off": lambda: _mixed(model, 1)}
+    memory = next((module for module in model.modules() if isinstance(module, TNTMemory)), None)
+    if memory is None:
+        return {}
+    found = {"memory off": lambda: without_memory(model)}
+    if memory.config.variant == "mag":
+        found["attention off"] = lambda: without_attention(model)
+    specs = memory.config.memory_specs
+    for i, spec in enumerate(specs if len(specs) > 1 else []):
         name = f"{spec.name} memory of {spec.chunk_size} tokens off"
-        name = f"{name} ({i})" if name in found else name
-        if len(specs) > 1:
-            found[name] = lambda i=i: without_one_memory(model, i)
+        found[f"{name} ({i})" if name in found else name] = lambda i=i: without_one_memory(model, i)
     return found
