@@ -34,32 +34,14 @@ def build_masks(
 
     Padding between two parts of a conversation takes no room in the window of a [`TNTCache`]; in the library's own
     caches it does, as in the base models.
+
+    Raises:
+        ValueError: an attention that cannot have persistent tokens or the packed rows, or a mask of attention alone
+            where there is a memory.
     """
+    _refuse_impossible(config, attention_mask, segment_ids)
     T, P, implementation = inputs_embeds.shape[1], config.num_persistent_tokens, config._attn_implementation
-    if P and implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"num_persistent_tokens={P} needs attn_implementation 'sdpa' or 'eager', not {implementation!r}."
-        )
-    if segment_ids is not None and "flash" in implementation and len(segment_ids) > 1:
-        # The library hands flash attention the documents of a single row only; of more rows it would see all as one.
-        raise ValueError(
-            f"attn_implementation={implementation!r} keeps packed documents apart in one row at a time, and there are"
-            f" {len(segment_ids)} rows: take a batch of 1 (longer rows), or 'sdpa'."
-        )
-    if attention_mask is not None and attention_mask.ndim != 2 and config.memory_layer_indices:
-        raise ValueError(
-            f"attention_mask of shape {tuple(attention_mask.shape)}: memory layers need a 2-D mask [B, past + T] of"
-            " valid tokens (or the dict of TNTForCausalLM.create_masks_for_generate)."
-        )
-    masks: dict[str, Any] = {"memory": None}
-    if attention_mask is not None and attention_mask.ndim == 2:
-        memory_mask = attention_mask[:, -T:].to(torch.bool)
-        if torch.compiler.is_compiling():
-            masks["memory"] = memory_mask
-        elif not bool(attention_mask.all()):  # cached tokens count: a compiled call leaves no note of its padding
-            masks["memory"] = None if bool(memory_mask.all()) else memory_mask
-            if past_key_values is not None:
-                past_key_values.holds_padding = True
+    masks: dict[str, Any] = {"memory": _memory_mask(attention_mask, T, past_key_values)}
     given = attention_mask is not None and attention_mask.ndim != 2  # a finished mask of attention
     padded = masks["memory"] is not None or getattr(past_key_values, "holds_padding", False)
     if T == 1 and not given and not padded and sees_whole_cache(config, past_key_values):
@@ -110,6 +92,39 @@ def build_masks(
             mask = F.pad(mask, (P, 0), value=True if mask.dtype == torch.bool else 0.0)
         masks[name] = mask
     return masks
+
+
+def _refuse_impossible(config: TNTConfig, attention_mask: Tensor | None, segment_ids: Tensor | None) -> None:
+    P, implementation = config.num_persistent_tokens, config._attn_implementation
+    if P and implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"num_persistent_tokens={P} needs attn_implementation 'sdpa' or 'eager', not {implementation!r}."
+        )
+    if segment_ids is not None and "flash" in implementation and len(segment_ids) > 1:
+        # The library hands flash attention the documents of a single row only; of more rows it would see all as one.
+        raise ValueError(
+            f"attn_implementation={implementation!r} keeps packed documents apart in one row at a time, and there are"
+            f" {len(segment_ids)} rows: take a batch of 1 (longer rows), or 'sdpa'."
+        )
+    if attention_mask is not None and attention_mask.ndim != 2 and config.memory_layer_indices:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: memory layers need a 2-D mask [B, past + T] of"
+            " valid tokens (or the dict of TNTForCausalLM.create_masks_for_generate)."
+        )
+
+
+def _memory_mask(attention_mask: Tensor | None, T: int, cache: Cache | None) -> Tensor | None:
+    """`[B, T]` bool of this call's valid tokens, `None` if all are. That there is padding is noted in the cache."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    valid = attention_mask[:, -T:].to(torch.bool)
+    if torch.compiler.is_compiling():
+        return valid
+    if bool(attention_mask.all()):
+        return None
+    if cache is not None:  # its own tokens count: a compiled call leaves no note of its padding
+        cache.holds_padding = True
+    return None if bool(valid.all()) else valid
 
 
 def sees_whole_cache(config: TNTConfig, cache: Cache | None) -> bool:
