@@ -147,8 +147,8 @@ class TNTInjectionConfig(_Injection):
         layers: layers that get a memory; `None` is all.
         max_self_attn_length: attention sees this many tokens, the query's own included; `None` is what the model has.
         global_chunk_size: tokens; `"auto"` is `max_self_attn_length`, or the model's sliding window, or 512.
-        local_reset_interval: tokens; `"auto"` is four times the global chunk, or the next number that all local
-            chunks divide.
+        local_reset_interval: tokens; `"auto"` is four times the global chunk, or the next multiple of that which all
+            local chunks divide.
         memory_projections: `"own"`, starting as copies of the layer's q, k and v weights, at random where
             `memory_num_heads` or `memory_head_dim` give the memory other heads; or `"shared"`: the q, k and v of the
             attention interface, keys and queries after RoPE. Only `"own"` can be exported as a TNT model, whose

@@ -84,7 +84,8 @@ def verify_conversion(
 
     Returns:
         The report, JSON-serialisable: `"passed"` (bool), `"verdict"`, `"checks"` (one per promise: name, promise,
-        status, measured, reason), `"probe"`, `"accounting"`, `"ablations"`, `"environment"`.
+        status, measured, reason), `"memory"` (closed, open, none or unknown), `"probe"`, `"accounting"` (bytes),
+        `"ablations"`, `"environment"`; `"format"`, `"source"` and `"output"` say what it is of.
 
     Raises:
         ValueError, OSError: wrong input (no such folder, a source that cannot be converted or loaded, an output that

@@ -109,6 +109,9 @@ class TNTCache(DynamicCache):
     """
     Cache of a TNT model, made by `generate()` and `forward(use_cache=True)` when none is given.
 
+    Layers hold keys and values `[B, num_key_value_heads, tokens, head_dim]` in the model's dtype, in a window of W at
+    most its last W - 1, and those with memory its state, of one size at any context length.
+
     Args:
         config ([`TNTConfig`]): configuration of the model the cache is for.
 

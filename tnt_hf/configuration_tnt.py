@@ -77,7 +77,7 @@ class TNTConfig(PreTrainedConfig):
     Titans, TTT, a sliding window alone and Transformers are configurations of the same classes: `presets.PRESETS`.
 
     Args:
-        > Backbone: what is not listed is as in `LlamaConfig`; every RoPE type works.
+        > Backbone: what is not listed means what it does in `LlamaConfig`; every RoPE type works.
 
         attention_bias (`bool`, defaults to `False`): bias on q, k, v and o as in Llama.
         attention_output_bias (`bool`, *optional*): bias on o; `None` follows `attention_bias`. Qwen2: `True`, `False`.
@@ -108,8 +108,8 @@ class TNTConfig(PreTrainedConfig):
         memory_feature_map (`str`, defaults to `"silu"`): of q and k before their L2 norm, `"identity"`, or
             `"quadratic"`: after it, the products of all pairs, D (D + 1) / 2 wide with scores (q . k)^2.
         memory_value_norm (`bool`, defaults to `True`): L2-normalise v. memory_depth (`int`, defaults to 2),
-        memory_expansion (`float`, defaults to 1, hidden width over head width), memory_activation (`"silu"` or
-            `"gelu"`), memory_residual, memory_layernorm (`bool`, default `False`): the network f.
+        memory_expansion (`float`, defaults to 1, hidden width over head width), memory_activation (defaults to
+            `"silu"`; `"gelu"`), memory_residual, memory_layernorm (`bool`, default `False`): the network f.
         memory_gate (`str`, defaults to `"add"`): attn + a * 2 sigmoid(W_g x) * norm(m); `"product"` attn *
             2 sigmoid(W_g norm(m)); `"published"` norm(attn) * sigmoid(norm(m)); `"mix"` (1 - w) attn + w m.
         memory_gate_init (`float`, *optional*): first a (`"add"`, `None` is 1) or w (`"mix"`, `None` is 0.5).
@@ -122,7 +122,8 @@ class TNTConfig(PreTrainedConfig):
         memory_momentum, memory_decay (`bool`, default `False`), memory_decay_target (`"init"` W_init, or `"zero"`),
         memory_grad_bound (`float`, *optional*): limit on |g_t|; 1.0, as in the recipes, keeps memories from diverging
             where keys are alike (`None`: the papers). memory_rule, omega_window: only `"gradient"`, 1 yet.
-        memory_implementation: `"chunk"`, `"naive"`, `"triton"` (or raise), `"auto"` (Triton on CUDA where it can run).
+        memory_implementation (`str`, defaults to `"auto"`, Triton on CUDA where it can run): `"chunk"`, `"naive"`, or
+            `"triton"`, which raises where it cannot run.
 
     Raises:
         ValueError: for every invalid value or combination, naming the field and the value.

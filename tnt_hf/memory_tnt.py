@@ -116,7 +116,7 @@ def _where_state(rows: Tensor, new: MemoryState, old: MemoryState) -> MemoryStat
 
 def memory_naive(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, weights: list[Tensor], **options):
     """`memory_chunkwise` token by token: the recurrence as the papers print it, O(weights) work and memory per token.
-    Same arguments."""
+    Its arguments (but `implementation`), results and errors."""
     return memory_chunkwise(q, k, v, lr, weights, implementation="naive", **options)
 
 
@@ -150,10 +150,11 @@ def memory_chunkwise(
     output_surprise: bool = False,
 ):
     """One memory over a batch of sequences: S_t = mu_t S_{t-1} - theta_t g_t, W_t = (1 - alpha_t) W_{t-1} + alpha_t
-    W_target + S_t.
+    W_target + S_t (Titans Eq. 14, 13), with g_t at W_xi, where the chunk starts (TNT Eq. 3, 5, 6).
 
     Args:
-        q: `[B, T, Hq, K]` queries; Hq is a multiple of H, query heads of one memory head are neighbours.
+        q: `[B, T, Hq, K]` queries of any float dtype; Hq is a multiple of H, query heads of one memory head are
+            neighbours.
         k, v: `[B, T, H, K]` keys and `[B, T, H, V]` values.
         lr, momentum, decay: `[B, T, H]`, the final theta >= 0, mu in [0, 1), alpha in [0, 1); nothing is scaled.
         weights: `L` tensors `[H, d_in, d_out]`, W_init; d_in of the first is K (see `feature_map`), d_out of the

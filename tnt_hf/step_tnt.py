@@ -23,8 +23,10 @@ from .network_tnt import Net, apply_net, bounded, inner_gradient, inner_offset
 class MemoryState:
     """What one memory knows after its last token. Size does not depend on the number of tokens seen.
 
+    Tensors are float32, or float64 for float64 inputs; K is the width of the feature map's keys.
+
     Attributes:
-        weights: `L` tensors `[B, H, d_in, d_out]`, the current weights W_t (float32, or float64 for float64 inputs).
+        weights: `L` tensors `[B, H, d_in, d_out]`, the current weights W_t.
         chunk_weights: `L` tensors of the same shapes, W_xi of the running chunk (the same tensors as `weights` at
             chunk size 1).
         momentum: `L` tensors of the same shapes, S_t, or `None` without momentum.
