@@ -102,10 +102,19 @@ class RowFormat:
         """Tokens that a row is filled up to."""
         return self.row_length if self.packing else None
 
-    def plan(self, lengths: Iterable[int]) -> Iterator[list[Segment]]:
-        """The rows of documents of these lengths in tokens, without rows that have nothing to predict."""
+    def rows(self, lengths: Iterable[int]) -> Iterator[list[Segment]]:
+        """The rows of documents of these lengths in tokens, every token in one of them."""
         make = (whole_rows if self.whole else split_rows) if self.packing else single_rows
-        return (row for row in make(lengths, self.row_length) if any(x.stop - x.start > 1 for x in row))
+        return make(lengths, self.row_length)
+
+    def plan(self, lengths: Iterable[int]) -> Iterator[list[Segment]]:
+        """Those rows that have something to predict."""
+        return (row for row in self.rows(lengths) if predicts(row))
+
+
+def predicts(row: list[Segment]) -> bool:
+    """Whether a row has something to predict: a token alone has not."""
+    return any(segment.stop - segment.start > 1 for segment in row)
 
 
 def assemble(

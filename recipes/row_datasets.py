@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from tnt_hf.recipes.packing import RowFormat, assemble
+from tnt_hf.recipes.packing import RowFormat, assemble, predicts
 from tnt_hf.recipes.sources import part
 from tnt_hf.recipes.token_store import Counts, TokenStore, encoded
 
@@ -144,11 +144,12 @@ class RowStream(IterableDataset):
                 pending[number] = document
                 yield len(document.ids)
 
-        for row in self.format.plan(lengths()):
+        for row in self.format.rows(lengths()):  # all of them: a document is let go with its last token
             segments = []
             for number, start, stop in row:
                 ids, scored, _ = pending[number]
                 segments.append((ids[start:stop], None if scored is None else scored[start:stop]))
                 if stop == min(len(ids), self.format.row_length if self.format.whole else len(ids)):
                     del pending[number]
-            yield segments
+            if predicts(row):
+                yield segments

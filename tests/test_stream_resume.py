@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tnt_hf.recipes.encoding import TextEncoder
 from tnt_hf.recipes.packing import RowFormat
 from tnt_hf.recipes.row_datasets import RowStream
 from tnt_hf.recipes.sources import HubDataset
+from tnt_hf.recipes.token_store import BATCH_DOCUMENTS
 from tnt_hf.recipes.training_data import Datasets, build_datasets
 
 
@@ -137,6 +139,32 @@ def test_rows_of_a_dataset_of_the_hub_by_number(folder):
 def test_a_stream_without_shuffling_gives_the_rows_by_number(folder):
     by_number = build(folder).train
     assert ids(stream(folder, seed=None, passes=1)) == ids(by_number[n] for n in range(len(by_number)))
+
+
+class WatchedEncoder(TextEncoder):
+    """An encoder that knows which of its documents are still held by anybody."""
+
+    def encode(self, texts):
+        encoded = super().encode(texts)
+        self.known = [*getattr(self, "known", []), *(weakref.ref(x.ids) for x in encoded)]
+        return encoded
+
+    @property
+    def held(self) -> int:
+        return sum(reference() is not None for reference in self.known)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_stream_lets_go_of_documents_whose_last_token_is_in_no_row(packing, tmp_path):
+    """Of 9 tokens (7, begin and end) in rows of 4, the last one has nothing to predict alone."""
+    count = 4 * BATCH_DOCUMENTS
+    (tmp_path / "many.jsonl").write_text('{"text": "7 bytes"}\n' * count)
+    documents = build(tmp_path, streaming=True, sequence_length=4).train
+    encoder = WatchedEncoder(documents.encoder.tokenizer)
+    rows = iter(RowStream(documents.source, encoder, RowFormat(4, packing, False, 0), passes=1))
+    read = count * 9 // 4 if packing else 2 * count  # all rows, and the stream is still open
+    assert sum(1 for _ in islice(rows, read)) == read
+    assert len(encoder.known) == count and encoder.held <= BATCH_DOCUMENTS
 
 
 def test_the_state_tells_what_decides_the_order(folder):
