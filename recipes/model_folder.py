@@ -107,18 +107,16 @@ def read_model(folder: str | os.PathLike) -> Model:
     """
     folder = Path(folder).resolve()
     if not folder.is_dir():
-        raise FileNotFoundError(f"folder={folder.name!r}: no such folder")
+        raise FileNotFoundError(f"folder={str(folder)!r}: no such folder")
     if (folder / ADAPTER_CONFIG).is_file():
         kind, config = "adapter", read_json(folder / ADAPTER_CONFIG)
     elif (folder / "config.json").is_file():
         config = read_json(folder / "config.json")
         kind = "tnt" if config.get("model_type") == "tnt" else "injected"
         if kind == "injected" and "tnt_injection" not in config:
-            raise ValueError(
-                f"{folder.name}: model_type={config.get('model_type')!r} without a memory: no model of ours"
-            )
+            raise ValueError(f"{folder}: model_type={config.get('model_type')!r} without a memory: no model of ours")
     else:
-        raise FileNotFoundError(f"{folder.name}: holds neither config.json nor {ADAPTER_CONFIG}")
+        raise FileNotFoundError(f"{folder}: holds neither config.json nor {ADAPTER_CONFIG}")
     training, evaluation = (read_json(p) if (p := folder / n).is_file() else {} for n in (TRAINING, EVALUATION))
     conversion, unchanged = {}, False
     for place in (folder, folder / "converted"):

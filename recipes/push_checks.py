@@ -50,9 +50,9 @@ def files_to_push(model: Model) -> dict[str, Path]:
         names += _code_files(model)
     stray = {path.name for path in folder.glob("*.safetensors")} | {p.name for p in folder.glob(INDEX)}
     if stray := sorted(stray - set(names)):
-        raise ValueError(f"{folder.name}/{stray[0]}: belongs to no model here; move it away, or readers may load it")
+        raise ValueError(f"{folder}/{stray[0]}: belongs to no model here; move it away, or readers may load it")
     if INDEX in names and "model.safetensors" in shards:
-        raise ValueError(f"{folder.name}/{INDEX}: stands beside model.safetensors, which holds the whole model")
+        raise ValueError(f"{folder}/{INDEX}: stands beside model.safetensors, which holds the whole model")
     found = sorted(path.name for path in folder.iterdir() if path.is_file())
     names += [name for name in found if name in COMPANIONS or TEXTS.fullmatch(name)]
     card = folder / "README.md"
@@ -63,7 +63,7 @@ def files_to_push(model: Model) -> dict[str, Path]:
     evaluation = (folder / EVALUATION).parent
     for part in (folder / TEMPLATES, evaluation):
         if part.resolve().parent != folder.resolve():
-            raise ValueError(f"{folder.name}/{part.name}: leads to {part.resolve()}, outside the folder")
+            raise ValueError(f"{folder}/{part.name}: leads to {part.resolve()}, outside the folder")
     for path in sorted((folder / TEMPLATES).glob("*.jinja")):
         files[f"{TEMPLATES}/{path.name}"] = inside(path.parent, path.name)
     if (folder / EVALUATION).is_file():
@@ -79,20 +79,18 @@ def _code_files(model: Model) -> list[str]:
         return []
     auto_map = model.config.get("auto_map")
     if not isinstance(auto_map, dict) or not {"AutoConfig", "AutoModelForCausalLM"} <= auto_map.keys():
-        raise ValueError(
-            f"{model.folder.name}/config.json: auto_map={auto_map!r} names no code; save_pretrained writes it"
-        )
+        raise ValueError(f"{model.folder}/config.json: auto_map={auto_map!r} names no code; save_pretrained writes it")
     found: dict[str, ast.Module] = {}
     for kind, target in auto_map.items():
         if not isinstance(target, str) or not re.fullmatch(r"\w+\.\w+", target):
             raise ValueError(
-                f"{model.folder.name}/config.json: auto_map[{kind!r}]={target!r} is not FILE.CLASS of this folder;"
+                f"{model.folder}/config.json: auto_map[{kind!r}]={target!r} is not FILE.CLASS of this folder;"
                 " load the model where tnt_hf is imported and save it again"
             )
         module, name = target.split(".")
         _follow(model.folder, module, found)
         if name not in {node.name for node in found[module].body if isinstance(node, ast.ClassDef)}:
-            raise ValueError(f"{model.folder.name}/{module}.py: defines no class {name}, which auto_map names")
+            raise ValueError(f"{model.folder}/{module}.py: defines no class {name}, which auto_map names")
     return sorted(f"{module}.py" for module in found)
 
 
@@ -101,11 +99,11 @@ def _follow(folder: Path, module: str, found: dict[str, ast.Module]) -> None:
         return
     path = folder / f"{module}.py"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder.name}/{path.name}: missing, but config.json or another file needs it")
+        raise FileNotFoundError(f"{folder}/{path.name}: missing, but config.json or another file needs it")
     try:
         found[module] = ast.parse(inside(folder, path.name).read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{folder.name}/{path.name}: is no Python ({error})") from error
+        raise ValueError(f"{folder}/{path.name}: is no Python ({error})") from error
     for node in ast.walk(found[module]):
         # `kernels_tnt` and its like are imported where they exist, under a guard; then their absence is no mistake.
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
@@ -173,12 +171,12 @@ def _check_complete(model: Model) -> None:
     stored = {name: x.shape for name, x in read_source(model.folder).tensors.items()}
     tied = {"lm_head.weight"} if built.config.tie_word_embeddings else set()
     if missing := sorted(wanted.keys() - stored.keys() - tied):
-        raise ValueError(f"{model.folder.name}: tensor {missing[0]!r} of the configuration is missing")
+        raise ValueError(f"{model.folder}: tensor {missing[0]!r} of the configuration is missing")
     if strange := sorted(stored.keys() - wanted.keys()):
-        raise ValueError(f"{model.folder.name}: tensor {strange[0]!r} is none of the configuration's")
+        raise ValueError(f"{model.folder}: tensor {strange[0]!r} is none of the configuration's")
     if wrong := [name for name in stored if stored[name] != wanted[name]]:
         raise ValueError(
-            f"{model.folder.name}: tensor {wrong[0]!r} has shape {list(stored[wrong[0]])}, the configuration says"
+            f"{model.folder}: tensor {wrong[0]!r} has shape {list(stored[wrong[0]])}, the configuration says"
             f" {list(wanted[wrong[0]])}"
         )
 
@@ -189,10 +187,10 @@ def _check_tokenizer(model: Model) -> list[str]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.folder)
     except Exception as error:  # of the library's many readers, each with its own
-        raise ValueError(f"{model.folder.name}: its tokenizer cannot be loaded ({error})") from error
+        raise ValueError(f"{model.folder}: its tokenizer cannot be loaded ({error})") from error
     size = model.config.get("vocab_size")
     if size is not None and len(tokenizer) > size:
-        raise ValueError(f"{model.folder.name}: the tokenizer has {len(tokenizer)} tokens, vocab_size is {size}")
+        raise ValueError(f"{model.folder}: the tokenizer has {len(tokenizer)} tokens, vocab_size is {size}")
     return []
 
 

@@ -343,6 +343,15 @@ def test_a_folder_that_does_not_fit_together_stays_at_home(run, hub, tmp_path, c
     assert hub.requests == [] and contents(folder) == before
 
 
+@pytest.mark.parametrize("fault", ["no folder", "no configuration", "plain model", "a tensor is missing"])
+def test_a_folder_that_cannot_be_pushed_is_named_with_its_path(run, tmp_path, capsys, fault):
+    """The last part says little where every run has a stage1."""
+    folder = copied(run, tmp_path)
+    {"no configuration": lambda f: (f / "config.json").unlink(), **{k: x[0] for k, x in FAULTS.items()}}[fault](folder)
+    assert main([str(folder), "user/books", "--dry-run"]) == 2
+    assert str(folder) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("repo", ["books", "a/b/c", "user/", "us er/x", "../x", "user/x.git", "user/a--b", ""])
 def test_a_malformed_repository_is_refused_before_anything_else(run, hub, repo, capsys):
     assert main([str(run), repo]) == 2
