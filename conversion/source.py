@@ -32,6 +32,7 @@ TOKENIZERS = (
 )  # fmt: skip
 TEXTS = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)[\w.-]*", re.IGNORECASE)
 TEMPLATES = "additional_chat_templates"
+CONFIGS = ("config.json", "adapter_config.json", "tokenizer_config.json")  # one of them is in every repository
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -95,6 +96,7 @@ def locate(source: str | os.PathLike, revision: str | None = None) -> Path:
     small = [*COMPANIONS, "config.json", "adapter_config.json", INDEX, "README.md", "LICEN*", "NOTICE*", "USE_POLICY*"]
     small.append(f"{TEMPLATES}/*.jinja")
     try:
+        check_reachable(str(source))
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=small))
     except OSError as error:  # explains itself in several lines, the first of which may not name the source
         raise OSError(f"source={str(source)!r}: {' '.join(str(error).split())}") from error
@@ -103,6 +105,38 @@ def locate(source: str | os.PathLike, revision: str | None = None) -> Path:
     names = {SINGLE, *(read_index(index).values() if index.exists() else ())}
     snapshot_download(str(source), revision=folder.name, allow_patterns=sorted(names))
     return folder.resolve()
+
+
+def check_reachable(name: str) -> None:
+    """
+    Asks once whether `name` can be read, where the library asks for every file, and again and again if nobody answers.
+
+    Raises:
+        OSError: in one line that does not repeat `name`: neither here nor in the Hub's cache, and either no name of a
+            repository, or the Hub has none or cannot be reached.
+    """
+    if Path(name).exists():
+        return
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, HTTPError  # of httpx or httpx2, as the Hub's client has it
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise FileNotFoundError("no such folder") from None
+    if name.startswith("runs/"):  # where training writes
+        raise FileNotFoundError("no such folder")
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in CONFIGS):
+        return
+    api = HfApi()
+    try:
+        api.model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except (HTTPError, OSError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        unknown = "knows none of that name, or none for you" if status in (401, 403, 404) else ""
+        what = unknown or f"cannot be reached ({' '.join(str(error).split())})"
+        raise OSError(f"no such folder, and the Hub at {api.endpoint} {what}") from error
 
 
 def read_source(folder: Path, name: str | None = None) -> Source:

@@ -19,7 +19,7 @@ from transformers.utils import cached_file
 import tnt_hf
 from tnt_hf.conversion import load_injected
 from tnt_hf.conversion.reload import ADAPTER_CONFIG
-from tnt_hf.conversion.source import HUB_ID, TOKENIZERS
+from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, check_reachable
 from tnt_hf.recipes.model_card_tables import portable
 from tnt_hf.recipes.sources import read_texts
 
@@ -50,8 +50,11 @@ def load_model(
     tnt_hf.register()
     if not Path(name).is_dir() and (Path(name).exists() or not HUB_ID.fullmatch(name)):
         raise ValueError(f"MODEL {name}: is neither a folder nor a Hub id")
-    if not Path(name).exists() and name.startswith("runs/"):  # where training writes; the Hub would not know it either
-        raise FileNotFoundError(f"MODEL {name}: no such folder")
+    for option, place in (("MODEL", name), ("--tokenizer", tokenizer or name)):
+        try:
+            check_reachable(place)
+        except OSError as error:
+            raise OSError(f"{option} {place}: {error}") from error
     try:
         model, base = _load(name, dtype, trust_remote_code)
         places = [tokenizer] if tokenizer else [name, base]

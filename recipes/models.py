@@ -21,6 +21,7 @@ from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import convert_checkpoint, inject, load_injected, lora_config
 from tnt_hf.conversion.files import write_json
 from tnt_hf.conversion.injection_config import injection_from_dict
+from tnt_hf.conversion.source import check_reachable
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.arguments import NEW_MODELS, ModelArguments, RunArguments
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE
@@ -145,8 +146,7 @@ def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
             injection that does not fit.
     """
     options = _load_options(model)
-    folder = Path(name)
-    if (folder / ADAPTER).is_file():
+    if (Path(name) / ADAPTER).is_file():
         _refuse_fields(name, model, injected=True)
         with _naming("model", name, model.attn_implementation):
             return load_injected(name, is_trainable=True, **options).train()
@@ -349,9 +349,9 @@ def _check_teacher(student: nn.Module, teacher: nn.Module, mode: str) -> None:
 def _naming(field: str, name: str, attention: str | None = None):
     """Errors of the library's loading are one of ours that says which field of the recipe it is about; so is
     `attn_implementation` where its package is missing."""
-    if not Path(name).exists() and (name.startswith(("runs/", ".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"{field}={name!r}: no such folder")  # the Hub would not know it either
     try:
+        if name not in NEW_MODELS:
+            check_reachable(name)
         yield
     except OSError as error:
         near = get_close_matches(name, NEW_MODELS, n=1) if field == "model" and not Path(name).exists() else []

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -167,6 +169,13 @@ def test_info_names_the_mistake(arguments, message, tmp_path, capsys):
     assert message in printed.err and not printed.out
 
 
+def test_info_says_that_it_reads_models(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["info", "--help"])
+    usage = " ".join(capsys.readouterr().out.split())
+    assert "tnt info [-h]" in usage and " MODEL [FIELD=VALUE ...]" in usage and "CONFIG" not in usage
+
+
 def test_fields_may_stand_after_options(capsys):
     assert main(["info", "titans", "num_hidden_layers=3", "--json"]) == 0
     expected = capsys.readouterr().out
@@ -257,9 +266,41 @@ def test_generate_takes_any_causal_language_model_and_refuses_what_it_cannot_use
         assert message in capsys.readouterr().err
 
 
-def test_a_folder_of_runs_that_is_not_there_is_not_asked_of_the_hub(capsys):
-    assert main(["generate", "runs/nowhere", "--prompt", "abc"]) == 2
-    assert capsys.readouterr().err == "tnt generate: MODEL runs/nowhere: no such folder\n"
+def nobody_answers(*commands: str) -> list[str]:
+    """What the commands write to standard error where nothing is cached and no Hub answers."""
+    script = f"from tnt_hf.cli import main\nassert {{main(x.split()) for x in {commands}}} == {{2}}"
+    with socket.socket() as free, tempfile.TemporaryDirectory() as home:
+        free.bind(("127.0.0.1", 0))
+        nowhere = {"HF_ENDPOINT": f"http://127.0.0.1:{free.getsockname()[1]}", "HF_HUB_OFFLINE": "0", "HF_HOME": home}
+        nowhere |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=os.environ | nowhere, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+def test_what_is_no_folder_and_no_repository_is_told_at_once():
+    """Where nobody answers, the library asks for every file six times, for half a minute, and tells of each try."""
+    lines = nobody_answers(
+        "info owner/hybrid-1.5B",
+        "generate owner/nothing --prompt abc",
+        "eval owner/nothing",
+        "train --max_steps 1 --output_dir none --model owner/nothing",
+        "convert owner/nothing none",
+    )
+    assert len(lines) == 5, lines
+    for line in lines:
+        assert re.search(r"(owner/nothing'?|owner/hybrid-1.5B): no such folder, and the Hub at http://127", line)
+        assert "cannot be reached (" in line
+
+
+@pytest.mark.parametrize("name", ["runs/nowhere", "./nowhere", "../nowhere/model", "/nowhere", "~/nowhere", "a/b/c"])
+def test_what_looks_like_a_path_is_not_asked_of_the_hub(name, capsys):
+    for command in (f"generate {name} --prompt a", f"eval {name}", f"info {name}", f"convert {name} none"):
+        assert main(command.split()) == 2
+        error = capsys.readouterr().err
+        assert name in error and "the Hub at" not in error and error.count("\n") == 1
+        assert re.search("no such folder|neither a folder nor|no file, folder", error)
 
 
 def test_version(capsys):

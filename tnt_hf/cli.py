@@ -39,9 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tnt-hf {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    info = commands.add_parser("info", help="parameters, state bytes and FLOPs of a configuration")
+    info = commands.add_parser("info", help="parameters, state bytes and FLOPs of a model or configuration")
     info.add_argument(
-        "config", metavar="CONFIG", help=f"folder, .json or .yaml file, recipe, Hub id, or {', '.join(PRESETS)}"
+        "config", metavar="MODEL", help=f"folder, .json or .yaml file, recipe, Hub id, or {', '.join(PRESETS)}"
     )
     info.add_argument("overrides", metavar="FIELD=VALUE", nargs="*", help="any field of TNTConfig, value as in YAML")
     info.add_argument("--context", type=int, metavar="TOKENS", help="default: max_position_embeddings")
@@ -119,6 +119,7 @@ def load_config(source: str, overrides: list[str]):
     from transformers import PreTrainedConfig
 
     from tnt_hf import TNTConfig
+    from tnt_hf.conversion.source import check_reachable
     from tnt_hf.presets import PRESETS
     from tnt_hf.recipes.recipe_file import find_recipe, packaged_recipes
     from tnt_hf.settings import parse_yaml
@@ -135,10 +136,14 @@ def load_config(source: str, overrides: list[str]):
         raise FileNotFoundError(f"{source!r} is a folder without config.json")
     elif similar := [name for name in recipes if Path(name).parts[:1] == path.parts[:1]]:
         raise FileNotFoundError(f"{source!r} is no recipe; there are {', '.join(similar)}")
-    elif path.suffix or len(path.parts) != 2:
+    elif path.suffix in (".json", ".yaml", ".yml") or len(path.parts) != 2:
         raise FileNotFoundError(f"{source!r} is no file, folder, recipe, Hub id or preset ({', '.join(PRESETS)})")
     else:
-        fields, _ = PreTrainedConfig.get_config_dict(source)
+        try:
+            check_reachable(source)
+            fields, _ = PreTrainedConfig.get_config_dict(source)
+        except OSError as error:
+            raise OSError(f"MODEL {source}: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{source!r} must hold a mapping of TNTConfig fields, not {type(fields).__name__}")
     if fields.get("model_type", "tnt") != "tnt":
