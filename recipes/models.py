@@ -127,11 +127,10 @@ def new_model(model: ModelArguments, tokenizer: Any = None) -> nn.Module:
     if model.model in PRESETS:
         config = TNTConfig(**fields | model.model_config)
     else:
-        known = LlamaConfig().to_dict()
-        for name, value in model.model_config.items():
-            if name not in known:
-                raise ValueError(f"model_config.{name}={value!r}: is no field of a Llama")
-        config = LlamaConfig(**fields | model.model_config)
+        if unknown := sorted(model.model_config.keys() - LlamaConfig().to_dict().keys()):
+            raise ValueError(f"model_config.{unknown[0]}={model.model_config[unknown[0]]!r}: is no field of a Llama")
+        with _naming("model", model.model):
+            config = LlamaConfig(**fields | model.model_config)
     with _naming("model", model.model, model.attn_implementation):
         return AutoModelForCausalLM.from_config(config, **_load_options(model))
 

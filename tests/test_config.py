@@ -112,6 +112,7 @@ INVALID = [
     ],
     *[{"memory_layers": [2]}, {"memory_layers": [-1]}, {"memory_layers": [0, 0]}],
     *[{"rope_parameters": {"rope_type": "spiral"}}],
+    *[{"rope_parameters": {"rope_type": kind}} for kind in ("linear", "yarn", "llama3", "longrope")],  # no factor
     # unknown and not yet available names
     *[{name: "unknown"} for name in ("variant", "qk_projection", "global_read", "memory_projections", "memory_gate")],
     *[{name: "unknown"} for name in ("memory_activation", "memory_decay_target", "memory_lr_scaling", "memory_rule")],
@@ -157,6 +158,15 @@ def test_invalid_values_name_the_field_and_the_value(changes):
     if named[1] in changes:
         value = changes[named[1]]
         assert any(repr(x) in message for x in (value, *(value if isinstance(value, list) else []))), message
+
+
+@pytest.mark.parametrize("value", [0, -5.0, "1e4", True, math.inf], ids=str)
+@pytest.mark.parametrize("name", ["rope_theta", "factor"])
+def test_numbers_of_rope_are_checked_before_it_is_computed(name, value):
+    with pytest.raises(ValueError, match=re.escape(f"TNTConfig.rope_parameters.{name}={value!r}: must be positive")):
+        tiny_config(rope_parameters={"rope_type": "linear", "factor": 2.0, name: value})
+    with pytest.raises(ValueError, match="rope_theta=0"):
+        tiny_config(rope_theta=0)  # as older files have it
 
 
 def test_the_memory_gap_is_named_in_tokens():

@@ -382,6 +382,8 @@ def test_a_folder_of_something_else_is_left_alone(folder, capsys):
         ("--model teacher --dtype int8", "dtype='int8'"),
         (f"--model tnt {NEW} {MEMORY} --dtype bfloat16", "dtype='bfloat16': a new model starts in float32"),
         ("--mode distill --model teacher", "teacher=None"),
+        (f"--model llama {NEW} --rope_parameters.rope_type yarn", "model='llama': "),
+        (f"--model tnt {NEW} {MEMORY} --rope_parameters.rope_type yarn", "TNTConfig.rope_parameters={'rope_type': "),
         ("--model titan", "model='titan': (did you mean 'titans'?) "),
         (
             "--mode sft --model teacher --dataset_name talk.jsonl --mag_schedule.mode never",

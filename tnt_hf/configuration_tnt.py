@@ -1,4 +1,4 @@
-"""TNTConfig: every choice of a TNT model in typed, validated fields.
+"""TNTConfig: every choice of a TNT model in typed, validated fields; `presets.PRESETS` are Titans, TTT and others.
 
 Axis legend: C tokens per chunk   S tokens between resets   L layers of the memory network   D memory head width
 This file travels with every pushed checkpoint and imports no sibling.
@@ -17,13 +17,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 CHOICES = {
-    "variant": ("mag", "mal", "lmm", "mac"), "qk_projection": ("shard", "chunk", "none"),
-    "global_read": ("chunk_start", "current"), "memory_projections": ("own", "shared"),
-    "memory_activation": ("silu", "gelu"), "memory_decay_target": ("init", "zero"),
-    "memory_lr_scaling": ("capped", "none", "train_chunk"), "memory_rule": ("gradient", "omega", "muon"),
-    "memory_feature_map": ("silu", "identity", "quadratic", "polynomial"),
-    "memory_gate": ("add", "product", "published", "mix"),
-    "memory_implementation": ("auto", "chunk", "naive", "triton"),
+    "memory_feature_map": ("silu", "identity", "quadratic", "polynomial"), "qk_projection": ("shard", "chunk", "none"),
+    "memory_gate": ("add", "product", "published", "mix"), "memory_lr_scaling": ("capped", "none", "train_chunk"),
+    "memory_implementation": ("auto", "chunk", "naive", "triton"), "memory_rule": ("gradient", "omega", "muon"),
+    "variant": ("mag", "mal", "lmm", "mac"), "memory_projections": ("own", "shared"),
+    "global_read": ("chunk_start", "current"), "memory_activation": ("silu", "gelu"),
+    "memory_decay_target": ("init", "zero"),
 }  # fmt: skip
 # Names whose engine is not written yet: an explicit choice that cannot be honoured must raise.
 NOT_AVAILABLE = {
@@ -31,13 +30,13 @@ NOT_AVAILABLE = {
     "memory_feature_map": ("polynomial",),
 }  # fmt: skip
 AT_LEAST_1 = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
-    "num_key_value_heads", "max_position_embeddings", "sliding_window", "global_chunk_size", "local_chunk_sizes",
-    "memory_depth", "local_reset_interval", "memory_num_heads", "memory_head_dim", "memory_train_chunk_sizes",
-    "omega_window",
+    "vocab_size", "intermediate_size", "num_hidden_layers", "sliding_window", "global_chunk_size", "local_chunk_sizes",
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "memory_depth",
+    "local_reset_interval", "memory_num_heads", "memory_head_dim", "memory_train_chunk_sizes", "omega_window",
 )  # fmt: skip
 AT_LEAST_0, MEMORIES = ("num_persistent_tokens", "memory_conv_kernel"), {"global_chunk_size", "local_chunk_sizes"}
 POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
+ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
 AUTO_MAP = {"AutoConfig": "configuration_tnt.TNTConfig", "AutoModel": "modeling_tnt.TNTModel"}
 AUTO_MAP |= {"AutoModelForCausalLM": "modeling_tnt.TNTForCausalLM"}
@@ -74,8 +73,6 @@ class TNTConfig(PreTrainedConfig):
     | mu_t, momentum; alpha_t, forgetting | `memory_momentum`; `memory_decay`, `memory_decay_target` |
     | N_p, persistent tokens; MAG, MAL, LMM | `num_persistent_tokens`; `variant`, `memory_gate` |
 
-    Titans, TTT, a sliding window alone and Transformers are configurations of the same classes: `presets.PRESETS`.
-
     Args:
         > Backbone: what is not listed means what it does in `LlamaConfig`; every RoPE type works.
 
@@ -97,8 +94,8 @@ class TNTConfig(PreTrainedConfig):
         allow_memory_gap (`bool`, defaults to `False`): accept tokens before a reset that no memory sees (S_L % C_G).
         global_read (`str`, defaults to `"chunk_start"`): f(W_xi, q) as in Eq. 5, or `"current"` f(W_t, q).
         qk_projection (`str`, defaults to `"shard"`): project local queries on the keys since the last reset, since the
-            chunk start (`"chunk"`, Eq. 7 as printed), or `"none"`.
-        qk_projection_norm (`bool`, defaults to `True`): L2-normalise the projected query; the paper does not.
+            chunk start (`"chunk"`, Eq. 7 as printed), or `"none"`. qk_projection_norm (`bool`, defaults to `True`):
+            L2-normalise the projected query; the paper does not.
 
         > The network and its inputs
 
@@ -199,16 +196,20 @@ class TNTConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if (rope_type := self.rope_parameters.get("rope_type")) != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             self._fail("rope_parameters", "must be one flat dict with a rope_type of transformers")
+        self._check_values()  # again: only now is RoPE's complete
+        try:
+            self.validate_rope()
+        except KeyError as error:  # as the library tells of a missing entry
+            self._fail("rope_parameters", error.args[0])
         self.auto_map = dict(getattr(self, "auto_map", None) or AUTO_MAP)
 
     def resolve(self):
         """Checks every field and fills in those that are `None`; again where fields were assigned to since."""
         self._check_values()
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                self._fail("num_attention_heads", f"must divide hidden_size={self.hidden_size} without a head_dim")
-            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            self._fail("num_attention_heads", f"must divide hidden_size={self.hidden_size} without a head_dim")
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.memory_num_heads = self.memory_num_heads or self.num_key_value_heads
         self.memory_head_dim = self.memory_head_dim or self.head_dim
         if self.memory_conv_kernel is None:
@@ -220,7 +221,6 @@ class TNTConfig(PreTrainedConfig):
         if self.memory_lr_scaling != "none" and self.memory_train_chunk_sizes is None:
             self.memory_train_chunk_sizes = [spec.chunk_size for spec in self.memory_specs]
         self._resolve_layer_types()
-        # Checked here and not only by `@strict` afterwards, whose errors are no ValueError.
         self.validate_architecture()
 
     @classmethod
@@ -251,10 +251,11 @@ class TNTConfig(PreTrainedConfig):
                 for value in values if isinstance(values, (list, tuple)) else [values]:
                     if value is not None and (isinstance(value, bool) or value < least):
                         self._fail(name, f"must be an integer of at least {least}")
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not (math.isfinite(value) and value > 0)):
-                self._fail(name, "must be positive and finite")
+        numbers = {name: getattr(self, name) for name in POSITIVE}
+        numbers |= {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ROPE_NUMBERS}
+        for name, x in numbers.items():
+            if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < math.inf):
+                self._fail(name, "must be positive and finite", x)
         if not 0 <= self.attention_dropout < 1:
             self._fail("attention_dropout", "must be in [0, 1)")
         layers = self.memory_layers or []
@@ -282,7 +283,7 @@ class TNTConfig(PreTrainedConfig):
             self.layer_types.append(LAYER_TYPES[(i in with_memory) * 2 + (not sliding)])
 
     def validate_architecture(self):
-        """Combinations of fields; also run by `@strict` and on saving. Raises `ValueError` naming the field."""
+        """Combinations of fields; also run on saving and by `@strict`, whose errors are no `ValueError`."""
         if self.num_attention_heads % self.num_key_value_heads:
             self._fail("num_attention_heads", f"must be a multiple of num_key_value_heads={self.num_key_value_heads}")
         if self.head_dim % 2 and not (self.variant == "lmm" and all("hybrid" in kind for kind in self.layer_types)):
