@@ -5,6 +5,7 @@ import pytest
 import torch
 from interpreter import assert_close, in_precision, randoms, run_cases
 
+from tnt_hf import kernels_features_tnt
 from tnt_hf.convolution_tnt import TNTCausalConv
 from tnt_hf.kernels_parts_tnt import INTERPRETED
 from tnt_hf.tokens_tnt import memory_tokens
@@ -71,6 +72,27 @@ def case_bfloat16(name):
     want = measured(exact, dtype=torch.float64, **options)
     for x, y in zip(got, want, strict=True):
         assert (x.double() - y).norm() <= 2**-7 * y.norm()  # twice by up to 2^-8
+
+
+def case_a_frozen_convolution_takes_no_sum_over_tokens(monkeypatch):
+    """Nor the memory for one, a copy of its weight for every tile; the tokens' gradients are the same."""
+    args, options = make("packed documents", torch.float32)
+    options |= {"dtype": torch.float32, "operands": torch.float32}
+    wanted = torch.autograd.grad(sum(x.square().sum() for x in memory_tokens(*args, **options)[0]), args[1])
+    shares = []
+    launch = kernels_features_tnt._launch
+
+    def watched(kernel, x, tensors, constants):
+        if kernel is kernels_features_tnt.features_reverse:
+            shares.append(tensors[5])
+        launch(kernel, x, tensors, constants)
+
+    monkeypatch.setattr(kernels_features_tnt, "_launch", watched)
+    for conv in args[0][:2]:
+        conv.requires_grad_(False)
+    found = torch.autograd.grad(sum(x.square().sum() for x in memory_tokens(*args, **options)[0]), args[1])
+    assert sorted(x is None for x in shares) == [False, True, True]
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 def case_only_what_the_kernels_know_is_theirs(monkeypatch):

@@ -73,7 +73,7 @@ def features_reverse(
     x, weight, ids, d_y, d_z, d_weight, T, row_stride,
     D: tl.constexpr, TAPS: tl.constexpr, IDS: tl.constexpr, ACT: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """d z of the same tile, and its part of d weight, `[B tiles, C, TAPS + 1]`."""
+    """d z of the same tile, and its part of d weight, `[B tiles, C, TAPS + 1]` (`None` for a frozen one)."""
     t, columns = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1) * D + tl.arange(0, D)
     first = tl.program_id(2).to(tl.int64) * T
     z = convolved(x, weight, ids, first, t, T, columns, row_stride, TAPS, IDS, False)
@@ -85,7 +85,7 @@ def features_reverse(
     if ACT:
         d *= slope(z, "silu")
     store(d_z, first + t, t < T, columns, d, row_stride)
-    if TAPS > 0:
+    if d_weight is not None:
         tile = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         for j in tl.static_range(TAPS + 1):
             past = load(x, first + t - j, same_document(ids, first, t, t - j, T, IDS), columns, row_stride)
@@ -113,14 +113,16 @@ class TritonFeatures(torch.autograd.Function):
     def backward(ctx, d_y):
         x, weight, documents = ctx.saved_tensors
         d_y, d_z, d_weight = d_y.contiguous(), torch.empty_like(x), None
-        if weight is not None:
+        if ctx.needs_input_grad[1]:
             d_weight = weight.new_empty(_tiles(x, ctx.constants) * len(x), *weight.shape, dtype=torch.float32)
         _launch(features_reverse, x, (x, weight, documents, d_y, d_z, d_weight), ctx.constants | ctx.kind)
         if weight is None:
             return d_z, *[None] * 6
+        if d_weight is not None:
+            d_weight = d_weight.sum(0).to(weight.dtype)
         d_x, kind = torch.empty_like(x), {"ACT": False, "UNIT": False, "AHEAD": True}
         _launch(features, x, (d_z, weight, documents, d_x), ctx.constants | kind)
-        return d_x, d_weight.sum(0).to(weight.dtype), *[None] * 5
+        return d_x, d_weight, *[None] * 5
 
 
 def _tiles(x: Tensor, constants: dict) -> int:
