@@ -202,14 +202,8 @@ def _check_files(
 
     rows.check("gates", "the gates of every memory can be read", read_gates)
     unless = OPEN if state == "open" else ""
-    rows.check(
-        "configuration",
-        "the base computes with the source's fields",
-        check_config,
-        source_config,
-        config,
-        unless=unless,
-    )
+    promise = "the base computes with the source's fields"
+    rows.check("configuration", promise, check_config, source_config, config, unless=unless)
     rows.check(
         "base weights", "every base tensor is the source's, bit by bit", check_base_weights, folder, out,
         source_config.model_type, config.tie_word_embeddings, unless=unless,
@@ -280,31 +274,15 @@ def _check_result(
     rows.check("loads", "loads with every tensor in its place and none besides", load)
     if "full" not in loaded:
         parity = [("parity", "equals the source"), ("silent", "a closed memory changes nothing")]
-        for name, promise in [
-            *parity,
-            *((name, promise) for name, promise, _ in CHECKS),
-            ("state size", "as computed"),
-        ]:
+        for name, promise, *_ in [*parity, *CHECKS, ("state size", "as computed")]:
             rows.add(name, promise, NOT_RUN, reason="the result does not load")
         return {}
     model, full = loaded["model"], loaded["full"]
     unless = OPEN if state == "open" else ""
     # One product of fused weights rounds differently from several; the library's norms are float32 in a float64 model.
     exact = not FAMILIES[source_type].fused and dtype != "float64"
-    rows.check(
-        "parity",
-        _parity_promise(limit, exact),
-        _parity,
-        model,
-        ids,
-        noise,
-        n,
-        limit,
-        exact,
-        before,
-        rows,
-        unless=unless,
-    )
+    compared = model, ids, noise, n, limit, exact, before, rows
+    rows.check("parity", _parity_promise(limit, exact), _parity, *compared, unless=unless)
     promise = "switching a closed memory off changes no bit"
     if state == "closed":
         rows.check("silent", promise, _silent, model, ids, full)
@@ -317,9 +295,8 @@ def _check_result(
         why = moves if name in OF_ANY_LENGTH else ""
         rows.check(name, promise, _both_ways, function, model, ids, full, seed, before["tolerance"], unless=why)
     promised = memory_state_bytes(config, dtype)
-    rows.check(
-        "state size", "bytes of state per sequence are as computed, at any length", check_state, model, ids, promised
-    )
+    promise = "bytes of state per sequence are as computed, at any length"
+    rows.check("state size", promise, check_state, model, ids, promised)
     memory = sum(p.numel() for name, p in model.named_parameters() if ".memory." in name)
     total = model.num_parameters()
     accounting = {"parameters": total, "base_parameters": total - memory, "memory_parameters": memory}
