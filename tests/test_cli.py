@@ -138,9 +138,9 @@ def test_info_prints_one_row_per_layer(config_file, capsys):
 
 
 def test_presets_are_the_documented_baselines():
-    readme = Path(__file__).parents[1].joinpath("README.md").read_text()
+    readme = Path(__file__).parents[1].joinpath("tnt_hf", "README.md").read_text()
     documented = {"TNTConfig": TNTConfig}
-    exec(re.search(r"### Baselines.*?```python\n(.*?)```", readme, flags=re.DOTALL)[1], documented)
+    exec(re.search(r"## Baselines.*?```python\n(.*?)```", readme, flags=re.DOTALL)[1], documented)
     for name in PRESETS.keys() - {"tnt"}:
         assert load_config(name, []).to_dict() == documented[name.replace("-", "_")].to_dict(), name
     assert load_config("tnt", []).to_dict() == TNTConfig().to_dict()

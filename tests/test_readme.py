@@ -1,4 +1,4 @@
-"""The README is true: its blocks run, its commands exist, and every name it points at is there."""
+"""README.md and those of the folders are true: blocks run, commands exist, and every name and link leads somewhere."""
 
 import ast
 import re
@@ -14,16 +14,20 @@ from tnt_hf.recipes.recipe_file import read_recipe
 
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text()
+# Whose blocks run, in this order; of the others (recipes, benchmarks) the links are checked.
+RUN = ("README.md", "tnt_hf/README.md", "conversion/README.md")
+TEXT = "\n".join((ROOT / name).read_text() for name in RUN)
+FOLDERS = ("tnt_hf", "conversion", "recipes", "tests")
+ALL = [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("README.md")))]
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def commands() -> list[str]:
-    lines = (line.partition(" #")[0].strip() for block in blocks("bash") for line in block.splitlines())
+def commands(text: str = TEXT) -> list[str]:
+    lines = (line.partition(" #")[0].strip() for block in blocks("bash", text) for line in block.splitlines())
     return [line for line in lines if line]
 
 
@@ -60,8 +64,10 @@ def test_the_session_goes_on_where_it_stopped(tmp_path, monkeypatch):
     """What the README claims beside its blocks: a continued conversation equals one forward over all of it."""
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}
-    for block in blocks("python")[:3]:
+    for block in blocks("python"):
         exec(block, namespace)
+        if "second" in namespace:
+            break
     whole = namespace["model"].generate(namespace["question"], max_new_tokens=20)
     assert whole.equal(namespace["second"])
 
@@ -84,7 +90,8 @@ def test_commands_run(after, monkeypatch, capsys):
 
 
 def test_commands_of_other_launchers_name_recipes_that_can_be_read():
-    launched = [shlex.split(c.partition("tnt_hf.recipes.train ")[2]) for c in commands() if "recipes.train " in c]
+    text = (ROOT / "recipes" / "README.md").read_text()
+    launched = [shlex.split(c.partition("tnt_hf.recipes.train ")[2]) for c in commands(text) if "recipes.train " in c]
     assert launched
     for arguments in launched:
         assert read_recipe([*arguments, "--use_cpu"]).name == "tnt_150m/stage1.yaml"
@@ -102,8 +109,27 @@ def test_every_reference_exists():
         nodes = ast.walk(ast.parse((ROOT / file).read_text()))
         assert name in {getattr(node, "name", None) for node in nodes}, f"{file}::{name}"
         assert name.startswith("test_") or not file.startswith("tests/"), f"{file}::{name} is not collected"
-    for link in re.findall(r"\]\(([^)]+)\)", TEXT):
-        assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize("file", ALL, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(file):
+    for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+        if not link.startswith("https://"):
+            name, _, heading = link.partition("#")
+            target = file.parent / name if name else file
+            assert target.exists(), link
+            assert not heading or heading in anchors(target.read_text()), link
+
+
+def anchors(text: str) -> set[str]:
+    """What a link can name behind `#`, as GitHub makes it of the headings."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short():
+    """What only few need is in the README of its folder."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 330
 
 
 def test_fields_of_the_symbol_table_exist():
