@@ -9,6 +9,7 @@ from importlib.machinery import PathFinder
 
 
 REPO = "user/tiny-tnt"
+HEADS = {"SequenceClassification": "logits", "TokenClassification": "logits", "QuestionAnswering": "start_logits"}
 
 
 class FinderWithout(PathFinder):
@@ -56,8 +57,21 @@ def results(backbone, model) -> dict:
     return {name: tensor.clone().contiguous() for name, tensor in found.items()}
 
 
+def head_results(models: dict) -> dict:
+    """The same of the models of `HEADS`, by head."""
+    import torch
+
+    input_ids, attention_mask = inputs()
+    with torch.inference_mode():
+        return {
+            head: models[head].eval()(input_ids=input_ids, attention_mask=attention_mask)[output].clone().contiguous()
+            for head, output in HEADS.items()
+        }
+
+
 def push(results_file: str):
     import torch
+    import transformers
     from safetensors.torch import save_file
 
     from tnt_hf import TNTConfig, TNTForCausalLM
@@ -79,16 +93,21 @@ def push(results_file: str):
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
+        num_labels=3,
     )
     torch.manual_seed(0)
     model = TNTForCausalLM(config)
+    heads = {head: getattr(transformers, f"AutoModelFor{head}").from_config(config) for head in HEADS}
     with torch.no_grad():
-        for parameter in model.parameters():  # every tensor must matter, or a lost one would go unnoticed
+        for parameter in (p for m in (model, *heads.values()) for p in m.parameters()):
+            # every tensor must matter, or a lost one would go unnoticed
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.generation_config.eos_token_id = None  # generate the full length
     model.push_to_hub(REPO)
     assert load_config(REPO, []).memory_specs == config.memory_specs  # `tnt info` takes a Hub id
-    save_file(results(model.model, model), results_file)
+    for head, classifier in heads.items():
+        classifier.push_to_hub(f"{REPO}-{head}")
+    save_file(head_results(heads) | results(model.model, model), results_file)  # which changes the config
 
 
 def pull(results_file: str, site_packages: str, *hidden: str):
@@ -99,6 +118,7 @@ def pull(results_file: str, site_packages: str, *hidden: str):
     for package in ("tnt_hf", *hidden):
         assert find_spec(package) is None, f"{package} can still be imported"
 
+    import transformers
     from huggingface_hub import snapshot_download
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -116,7 +136,20 @@ def pull(results_file: str, site_packages: str, *hidden: str):
     from_folder = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     for name, tensor in model.state_dict().items():
         assert tensor.equal(from_folder.state_dict()[name]), name
-    save_file(results(backbone, model), results_file)
+
+    heads = {}
+    for head in HEADS:
+        auto = getattr(transformers, f"AutoModelFor{head}")
+        heads[head], loading = auto.from_pretrained(f"{REPO}-{head}", trust_remote_code=True, output_loading_info=True)
+        assert not any(loading.values()), loading
+        assert type(heads[head]).__module__.startswith("transformers_modules.")
+        trained = heads[head].model.state_dict()
+        for other in (AutoModel, AutoModelForCausalLM):  # the same repository as a backbone and as a language model
+            loaded = other.from_pretrained(f"{REPO}-{head}", trust_remote_code=True).base_model
+            assert all(tensor.equal(trained[name]) for name, tensor in loaded.state_dict().items())
+        _, loading = auto.from_pretrained(REPO, trust_remote_code=True, output_loading_info=True)  # a head to train
+        assert all(key.startswith(("score.", "qa_outputs.")) for key in loading["missing_keys"]), loading
+    save_file(head_results(heads) | results(backbone, model), results_file)
 
 
 if __name__ == "__main__":

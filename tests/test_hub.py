@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hub_client import REPO
+from hub_client import HEADS, REPO
 from hub_server import HubServer
 from safetensors.torch import load_file
 
@@ -94,10 +94,13 @@ def test_the_repository_holds_code_weights_and_auto_map(hub):
     assert travelling | {"config.json", "generation_config.json", "model.safetensors", "README.md"} <= files.keys()
     for name in travelling:
         assert files[name] == (ROOT / "tnt_hf" / name).read_bytes()
-    config = json.loads(files["config.json"])
-    assert config["auto_map"] == {
-        "AutoConfig": "configuration_tnt.TNTConfig",
-        "AutoModel": "modeling_tnt.TNTModel",
-        "AutoModelForCausalLM": "modeling_tnt.TNTForCausalLM",
-    }
-    assert config["architectures"] == ["TNTForCausalLM"]
+    for repo, head in {REPO: "CausalLM", **{f"{REPO}-{head}": head for head in HEADS}}.items():
+        _, files = server.files(repo)
+        assert travelling <= files.keys()
+        config = json.loads(files["config.json"])
+        assert config["auto_map"] == {
+            "AutoConfig": "configuration_tnt.TNTConfig",
+            "AutoModel": "modeling_tnt.TNTModel",
+            **{f"AutoModelFor{head}": f"modeling_tnt.TNTFor{head}" for head in ("CausalLM", *HEADS)},
+        }
+        assert config["architectures"] == [f"TNTFor{head}"]

@@ -71,13 +71,12 @@ def register() -> None:
     transformers.AutoConfig.register("tnt", TNTConfig, exist_ok=True)
     for auto, name in _AUTO_CLASSES.items():
         getattr(transformers, auto).register(TNTConfig, globals()[name], exist_ok=True)
+        globals()[name].register_for_auto_class(auto)
         # `transformers serve` and TRL look classes up as attributes of `transformers`. Its first import can leave two
         # module objects behind: the one that importers before us hold and the one that later imports find.
         for library in (transformers, sys.modules["transformers"]):
             setattr(library, name, globals()[name])
     TNTConfig.register_for_auto_class()
-    TNTModel.register_for_auto_class("AutoModel")
-    TNTForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 
 
 def __getattr__(name: str):

@@ -39,7 +39,8 @@ POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max
 ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
 AUTO_MAP = {"AutoConfig": "configuration_tnt.TNTConfig", "AutoModel": "modeling_tnt.TNTModel"}
-AUTO_MAP |= {"AutoModelForCausalLM": "modeling_tnt.TNTForCausalLM"}
+HEADS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
+AUTO_MAP |= {f"AutoModelFor{head}": f"modeling_tnt.TNTFor{head}" for head in HEADS}
 
 
 class MemorySpec(NamedTuple):

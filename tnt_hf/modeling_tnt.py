@@ -33,7 +33,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -701,6 +701,9 @@ class TNTForQuestionAnswering(GenericForQuestionAnswering, TNTPreTrainedModel):
 # `Trainer` shifts the labels of its label smoothing for the classes of this table alone: without it every position
 # would be trained to repeat its own token.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("tnt", "TNTForCausalLM")
+
+# The library's generic heads ask `AutoModel` for their backbone, which must know it where this file is a checkpoint's.
+AutoModel.register(TNTConfig, TNTModel, exist_ok=True)
 
 
 __all__ = [
