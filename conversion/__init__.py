@@ -8,7 +8,21 @@ Names are imported when they are first used, so importing the package costs noth
 import sys
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING
 
+
+if TYPE_CHECKING:
+    from .adapters import get_tptt_model, lora_config, without_adapters
+    from .convert import convert_checkpoint
+    from .export import export_injected
+    from .inject import inject, unload
+    from .injection_config import LiZAConfig, TNTInjectionConfig
+    from .linear_attention import linear_attention
+    from .liza import LiZAttention
+    from .reload import load_injected
+    from .schedules import LiZACallback
+    from .sensitivity import choose_full_attention, window_errors
+    from .verify import verify_conversion
 
 _MODULES = {
     "convert_checkpoint": "convert",
@@ -28,7 +42,24 @@ _MODULES = {
     "get_tptt_model": "adapters",
     "export_injected": "export",
 }
-__all__ = sorted(_MODULES)
+__all__ = [
+    "LiZACallback",
+    "LiZAConfig",
+    "LiZAttention",
+    "TNTInjectionConfig",
+    "choose_full_attention",
+    "convert_checkpoint",
+    "export_injected",
+    "get_tptt_model",
+    "inject",
+    "linear_attention",
+    "load_injected",
+    "lora_config",
+    "unload",
+    "verify_conversion",
+    "window_errors",
+    "without_adapters",
+]
 
 
 class _Package(ModuleType):
@@ -38,6 +69,9 @@ class _Package(ModuleType):
     def __setattr__(self, name, value):
         same_name = isinstance(value, ModuleType) and _MODULES.get(name) == name
         super().__setattr__(name, getattr(value, name) if same_name else value)
+
+    def __dir__(self):
+        return sorted({*super().__dir__(), *_MODULES})
 
     def __getattr__(self, name):
         if name not in _MODULES:

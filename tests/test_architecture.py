@@ -236,6 +236,20 @@ def test_arrows_between_packages():
         assert not any(name.startswith("tnt_hf.cli") for name in absolute_modules(path)), path
 
 
+@pytest.mark.parametrize("package", ["tnt_hf", "tnt_hf.conversion"])
+def test_names_that_are_imported_when_used_are_listed_for_people_and_tools(package):
+    """`dir()` shows them though nothing is loaded, and type checkers, which run nothing, find imports of the same."""
+    code = f"import sys; sys.argv = ['tnt']; import {package}; print(*dir({package})); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT.anchor, capture_output=True, text=True)
+    listed, loaded = done.stdout.splitlines()
+    module = tree(PACKAGES[package] / "__init__.py")
+    (checked,) = [x for x in module.body if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING"]
+    imported = sorted(alias.name for node in checked.body for alias in node.names)
+    values = {ast.unparse(x.targets[0]): x.value for x in module.body if isinstance(x, ast.Assign)}
+    assert imported == sorted(ast.literal_eval(values["__all__"]))
+    assert set(imported) <= set(listed.split()) and loaded == "False"
+
+
 def test_the_command_line_loads_nothing_at_import():
     at_import = {
         alias.name if isinstance(node, ast.Import) else node.module
@@ -347,6 +361,7 @@ def test_a_wheel_holds_all_packages(wheel):
     for name, folder in PACKAGES.items():
         for path in folder.rglob("*.py"):
             assert (Path(*name.split(".")) / path.relative_to(folder)).as_posix() in names, path
+    assert "tnt_hf/py.typed" in names, "type checkers would take every name for Any"
 
 
 INSTALLED = """

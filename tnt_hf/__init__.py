@@ -86,6 +86,10 @@ def __getattr__(name: str):
     return globals()[name]
 
 
+def __dir__():
+    return sorted({*globals(), *_MODULES})
+
+
 def _started_by_command_line() -> bool:
     """Whether this process is `tnt ...`, or `python -m tnt_hf....` (with any options of Python before the -m)."""
     if sys.argv[:1] != ["-m"]:  # what Python puts there while it imports the package of the module it will run
