@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tnt_hf.conversion.head_start import head_start
-from tnt_hf.settings import accept_fields_after_options, parse_yaml
+from tnt_hf.settings import accept_fields_after_options, parse_value, parse_yaml
 from tnt_hf.termination import orderly_termination
 
 
@@ -109,7 +109,7 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"{text!r} must have the form FIELD=VALUE")
         check_name(name, text)
-        settings[name] = parse_yaml(value)
+        settings[name] = parse_value(value)
     return settings
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tnt_hf.recipes.arguments import MODES, NEW_MODELS, TRAINABLE, DataArguments, ModelArguments, RunArguments
-from tnt_hf.settings import parse_yaml
+from tnt_hf.settings import parse_value, parse_yaml
 
 
 # What a recipe expects of `TrainingArguments` where it says nothing; the library has other ideas.
@@ -253,7 +253,7 @@ def _parsed(value: Any) -> Any:
     """A value from the command line as YAML reads it; others as they are."""
     if isinstance(value, list):
         return [_parsed(item) for item in value]
-    return parse_yaml(str(value)) if isinstance(value, Text) else value
+    return parse_value(str(value)) if isinstance(value, Text) else value
 
 
 def _shown(value: Any) -> str:
@@ -317,7 +317,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         "one of " + ", ".join(repr(member.value) for member in kind) if kind in enums else _type_name(kind)
         for kind in kinds
     ]
-    raise ValueError(f"{name}={_shown(value)}: must be {' or '.join(names)}")
+    raise ValueError(f"{name}={_shown(raw if isinstance(value, list) else value)}: must be {' or '.join(names)}")
 
 
 def _type_name(kind: Any) -> str:

@@ -114,6 +114,7 @@ def test_info_reads_every_kind_of_source(config_file, tmp_path, capsys):
     assert info(capsys, str(tmp_path / "folder" / "config.json")) == expected
     assert info(capsys, "tnt", *(f"{name}={value}" for name, value in FIELDS.items())) == expected
     assert load_config("tnt", ["memory_max_lr=1e-2"]).memory_max_lr == 0.01
+    assert load_config("tnt", ["local_chunk_sizes=4,8"]).local_chunk_sizes == [4, 8]
 
 
 def test_info_reads_recipes_of_new_models(capsys):

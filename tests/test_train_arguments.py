@@ -148,6 +148,13 @@ def test_the_command_line_wins_and_mappings_are_merged(file):
     assert read(*config, "--trainable", "all", "--lora", "null").model.lora == {}
 
 
+def test_a_list_may_have_commas():
+    recipe = read("--local_chunk_sizes", "4,8", "--run_name", "4,8")
+    assert recipe.model.model_config == {"local_chunk_sizes": [4, 8]} and recipe.training.run_name == "4,8"
+    with pytest.raises(ValueError, match="train_tokens='1,000,000': must be an integer"):
+        read("--train_tokens", "1,000,000")
+
+
 def test_values_take_the_type_of_their_field():
     recipe = read("--run_name", "2026", "--train_tokens", "1e6", "--packing", "false", "--report_to", "none",
                   "--lr_scheduler_type", "cosine", "--eval_share", "0", "--bf16")  # fmt: skip

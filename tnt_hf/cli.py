@@ -122,7 +122,7 @@ def load_config(source: str, overrides: list[str]):
     from tnt_hf.conversion.source import check_reachable
     from tnt_hf.presets import PRESETS
     from tnt_hf.recipes.recipe_file import find_recipe, packaged_recipes
-    from tnt_hf.settings import parse_yaml
+    from tnt_hf.settings import parse_value, parse_yaml
 
     recipes = packaged_recipes()
     if source in recipes and not Path(source).exists():
@@ -155,7 +155,7 @@ def load_config(source: str, overrides: list[str]):
         name, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"{override!r} must have the form FIELD=VALUE")
-        fields[name] = parse_yaml(value)
+        fields[name] = parse_value(value)
     known = set(TNTConfig().to_dict())
     for name in fields:
         if name not in known and not name.startswith("_"):

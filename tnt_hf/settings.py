@@ -32,6 +32,11 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"{text[:60]!r} is no YAML ({' '.join(str(error).split())})") from error
 
 
+def parse_value(text: str) -> Any:
+    """A value of the command line: YAML, and `4,8` is the list that it looks like. Raises ValueError: no YAML."""
+    return [int(item) for item in text.split(",")] if re.fullmatch(r"\d+(,\d+)+", text) else parse_yaml(text)
+
+
 def accept_fields_after_options(parser: argparse.ArgumentParser, name: str) -> None:
     """`FIELD=VALUE`s anywhere on the command line. `name` is their argument, of which `nargs="*"` takes what stands
     before the first option only; the rest comes back as unknown."""
