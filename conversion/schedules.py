@@ -106,7 +106,7 @@ class LiZACallback(TrainerCallback):
         if model is None or next(mag_modules(model), None) is None:
             raise ValueError(
                 f"model={type(model).__name__}: has no module with a Memory-as-Gate weight, so there is nothing to "
-                "schedule; inject a LiZA operator first, or memory with the gate 'mix'"
+                "schedule: in a recipe give --mag_schedule null; or inject LiZA, or memory with the gate 'mix'"
             )
         self._set(model, state.global_step)
 

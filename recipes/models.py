@@ -153,7 +153,8 @@ def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
         config = AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     if config.model_type == "tnt":
         if model.inject:
-            raise ValueError(f"inject={model.inject!r}: {name!r} is a TNT model, which has its memory")
+            hint = "give --inject null, and --mag_schedule null unless its memory_gate is 'mix'"
+            raise ValueError(f"inject={model.inject!r}: {name!r} is a TNT model, which has its memory; {hint}")
         return _load_tnt(name, model)
     _refuse_fields(name, model, injected=hasattr(config, "tnt_injection"))
     if hasattr(config, "tnt_injection"):

@@ -207,3 +207,8 @@ def test_a_model_without_a_scheduled_weight_is_refused_before_training(make, tmp
         trained(model, tmp_path, LiZACallback())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_such_a_weight_is_told_what_to_leave_out():
+    with pytest.raises(ValueError, match=r"in a recipe give --mag_schedule null; or inject LiZA"):
+        LiZACallback("ramp").on_train_begin(None, None, None, model=torch.nn.Linear(1, 1))

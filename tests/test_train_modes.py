@@ -384,6 +384,10 @@ def test_a_folder_of_something_else_is_left_alone(folder, capsys):
         ("--mode distill --model teacher", "teacher=None"),
         (f"--model llama {NEW} --rope_parameters.rope_type yarn", "model='llama': "),
         (f"--model tnt {NEW} {MEMORY} --rope_parameters.rope_type yarn", "TNTConfig.rope_parameters={'rope_type': "),
+        (
+            "--mode sft --model stage1 --dataset_name talk.jsonl --inject.operator delta_rule",
+            "'stage1' is a TNT model, which has its memory; give --inject null, and --mag_schedule null unless",
+        ),
         ("--model titan", "model='titan': (did you mean 'titans'?) "),
         (
             "--mode sft --model teacher --dataset_name talk.jsonl --mag_schedule.mode never",
@@ -402,7 +406,7 @@ def test_a_folder_of_something_else_is_left_alone(folder, capsys):
         ("--mode sft --model teacher --dataset_name text", "messages"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(arguments, message, teacher, capsys):
+def test_a_mistake_is_one_line_and_leaves_nothing(arguments, message, teacher, stage1, capsys):
     assert main(f"{arguments} --output_dir broken --max_steps 1 {COMMON}".split() + (
         [] if "dataset_name" in arguments else ["--dataset_name", "text"])) == 2  # fmt: skip
     error = capsys.readouterr().err.splitlines()[-1]  # after the bars of loading
