@@ -127,11 +127,6 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_is_short():
-    """What only few need is in the README of its folder."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 330
-
-
 def test_fields_of_the_symbol_table_exist():
     from tnt_hf import TNTConfig
 

@@ -65,13 +65,11 @@ class TNTConfig(PreTrainedConfig):
 
     | paper | field |
     |---|---|
-    | C_G, chunk of the global memory | `global_chunk_size` |
-    | {C_i}, chunks of the local memories | `local_chunk_sizes` |
+    | C_G, {C_i}, chunks of the global and local memories | `global_chunk_size`, `local_chunk_sizes` |
     | S_L, tokens between local resets | `local_reset_interval` |
     | q_t M_t, Q-K projection (Eq. 7) | `qk_projection`, `qk_projection_norm` |
     | f(W, .): L_M layers and their width | `memory_depth`, `memory_expansion` |
-    | theta_t, inner learning rate | `memory_max_lr`, `memory_lr_scaling` |
-    | mu_t, momentum; alpha_t, forgetting | `memory_momentum`; `memory_decay`, `memory_decay_target` |
+    | theta_t, mu_t, alpha_t: inner rate, momentum, forgetting | `memory_max_lr`, `memory_momentum`, `memory_decay` |
     | N_p, persistent tokens; MAG, MAL, LMM | `num_persistent_tokens`; `variant`, `memory_gate` |
 
     Args:
