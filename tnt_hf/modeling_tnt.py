@@ -590,6 +590,13 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         Args:
             labels: `[B, T]`, shifted inside; -100 is ignored. `num_items_in_batch` reaches the loss.
             logits_to_keep: compute logits of the last tokens only, 0 = all.
+
+        Returns:
+            `logits` `[B, kept, vocab_size]` in the model's dtype, and with `labels` the float32 `loss` in nats per
+            scored token; `past_key_values` unless `use_cache=False`; `surprise`, per memory layer `[B, T]`, if asked.
+
+        Raises:
+            ValueError: as in [`TNTModel.forward`].
         """
         outputs: TNTModelOutputWithPast = self.model(
             input_ids=input_ids,
