@@ -142,8 +142,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", choices=("auto", "float64", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="default: MODEL/evaluation, ./evaluation for a Hub id"
-    )
+        "--output", type=Path, metavar="DIR",
+        help="default: MODEL/evaluation in the folder of a run or a model with memory, otherwise ./evaluation",
+    )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in DIR")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with MODEL")
     return parser
@@ -156,12 +157,13 @@ def main(arguments: list[str] | None = None) -> int:
     _tasks(options.tasks)
     if missing := [name for name in ("matplotlib", "tqdm") if find_spec(name) is None]:
         raise ValueError(f"tnt eval needs {', '.join(missing)}: pip install 'tnt-hf[train]'")
-    local = Path(options.model).is_dir()
-    output = options.output or (Path(options.model) if local else Path()) / "evaluation"
 
     from tnt_hf.recipes.evaluation_model import load_model, training_note
     from tnt_hf.recipes.evaluation_report import as_markdown, check_output, write_evaluation
+    from tnt_hf.recipes.model_folder import is_of_ours
 
+    local = Path(options.model).is_dir()
+    output = options.output or Path(options.model if local and is_of_ours(Path(options.model)) else "") / "evaluation"
     data, written = Path(options.data).resolve(), output.resolve()
     if data.is_dir() and data in (written, *written.parents):
         raise ValueError(f"--output {output}: lies in the folder of --data, whose content it would change")

@@ -127,6 +127,14 @@ def read_model(folder: str | os.PathLike) -> Model:
     return Model(folder, kind, config, training, evaluation, conversion, unchanged)
 
 
+def is_of_ours(folder: Path) -> bool:
+    """Whether a folder is a run's, an adapter's or that of a model with memory, which results may be put into."""
+    if any((folder / name).is_file() for name in (TRAINING, ADAPTER_CONFIG)):
+        return True
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    return config.get("model_type") == "tnt" or "tnt_injection" in config
+
+
 def _weights_are_of(folder: Path, files: Mapping[str, Any]) -> bool:
     """Whether the folder's shards are those of its manifest; without a digest, size and time of change must do."""
     shards = {path.name: path for path in folder.glob("*.safetensors")}

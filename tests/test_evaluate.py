@@ -21,6 +21,7 @@ from tnt_hf.recipes.evaluate import TASKS, evaluate
 from tnt_hf.recipes.evaluation_model import documents_of, load_model, texts_of, training_note
 from tnt_hf.recipes.evaluation_perplexity import perplexity
 from tnt_hf.recipes.evaluation_report import FORMAT, PICTURES, write_evaluation
+from tnt_hf.recipes.model_folder import is_of_ours
 
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}  # number {i * i} of many\n" * 3 for i in range(5)]
@@ -343,6 +344,22 @@ def test_a_context_too_short_for_a_task_skips_it_before_the_others_run(tokenizer
     assert {"passkey", "recall"} <= results["skipped"].keys() and "perplexity" in results
     with pytest.raises(ValueError, match="recall' needs at least 5 tokens"):
         evaluate(llama(), tokenizer, **{**QUICK, "context": [3], "tasks": "perplexity,recall"})
+
+
+def test_results_are_put_into_no_folder_of_somebody_else(folder, tokenizer, tmp_path, monkeypatch):
+    """A source is what a conversion is compared with, and what its licence and digests are about."""
+    source, adapter = tmp_path / "llama", tmp_path / "adapter"
+    llama().save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    before = sorted(source.iterdir())
+    monkeypatch.chdir(tmp_path)
+    assert tnt(["eval", "llama", "--tasks", "recall", "--context", "32", "--samples", "1"]) == 0
+    assert sorted(source.iterdir()) == before and (tmp_path / "evaluation" / "evaluation.json").is_file()
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    assert [is_of_ours(x) for x in (folder, adapter, source, tmp_path)] == [True, True, False, False]
+    (source / "training.json").write_text("{}")
+    assert is_of_ours(source), "a run of tnt train"
 
 
 @pytest.mark.parametrize(
