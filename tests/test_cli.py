@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -225,6 +226,23 @@ def test_generate_streams_the_models_own_continuation(model_folder, capsys):
     model = TNTForCausalLM.from_pretrained(model_folder).eval()
     expected = model.generate(input_ids, max_new_tokens=9, do_sample=False)[0, input_ids.shape[1] :]
     assert printed.replace(" ", "") == tokenizer.decode(expected).replace(" ", "")
+
+
+def test_generate_answers_what_a_user_says(model_folder, tmp_path, capsys):
+    """Only where asked for: a model that learnt text alone has a template too, and `def ` is no question."""
+    command = ["generate", str(tmp_path / "model"), "--prompt", "hi", "--max-new-tokens", "9"]
+    shutil.copytree(model_folder, tmp_path / "model")
+    assert main([*command, "--chat"]) == 2
+    assert f"--chat: the tokenizer of {tmp_path / 'model'} has no chat template" in capsys.readouterr().err
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    turn = "{% for message in messages %}{{ message['role'] }} says {{ message['content'] }} {% endfor %}"
+    tokenizer.chat_template = turn + "{% if add_generation_prompt %}model says {% endif %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert main(command) == main([*command, "--chat"]) == 0
+    answers = capsys.readouterr().out
+    for prompt in ("hi", "user says hi model says "):
+        assert main(["generate", model_folder, "--prompt", prompt, "--max-new-tokens", "9"]) == 0
+    assert answers == capsys.readouterr().out
 
 
 def test_generate_samples_by_seed_and_sets_chunk_sizes(model_folder, capsys):

@@ -53,6 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="continue a prompt, printing as it goes")
     generate.add_argument("model", metavar="MODEL", help="folder or Hub id with weights and tokenizer")
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads standard input")
+    generate.add_argument(
+        "--chat", action="store_true", help="the prompt is what a user says, put into the tokenizer's chat template"
+    )
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy decoding")
     generate.add_argument("--top-p", type=float, default=1.0)
@@ -299,7 +302,13 @@ def run_generate(options) -> None:
         if not hasattr(host, "set_local_chunk_sizes"):
             raise ValueError(f"--local-chunk-sizes: {type(host).__name__} has no local memories")
         host.set_local_chunk_sizes(options.local_chunk_sizes)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    if options.chat and not tokenizer.chat_template:
+        raise ValueError(f"--chat: the tokenizer of {options.model} has no chat template")
+    if options.chat:  # the template writes begin and end itself
+        said = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    as_it_is = {"add_special_tokens": not options.chat, "return_token_type_ids": False}
+    inputs = tokenizer(prompt, return_tensors="pt", **as_it_is).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError(f"--prompt {prompt!r}: holds no token")
     sampling = {"do_sample": False}
