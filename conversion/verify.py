@@ -13,7 +13,6 @@ import json
 import math
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
@@ -80,7 +80,7 @@ def verify_conversion(
         report: JSON file to write.
         dtype: computes in this dtype instead of the one the result was saved in.
         seed: of random ids and of the gates opened for the checks.
-        progress: name each step on standard error.
+        progress: name the step on standard error, if that is a terminal.
 
     Returns:
         The report, JSON-serialisable: `"passed"` (bool), `"verdict"`, `"checks"` (one per promise: name, promise,
@@ -97,32 +97,35 @@ def verify_conversion(
     fields = read_json(folder / "config.json")
     source_config = read_source_config(fields)
     found: dict[str, Any] = {"format": FORMAT, "source": str(source), "output": str(output)}
-    rows = Report(lambda step: print(f"verify: {step}", file=sys.stderr, flush=True) if progress else None)
+    # Beside the name of the step its number: how many there will be depends on what the steps find.
+    how = {"bar_format": "verify: {desc} (step {n}, {elapsed})", "leave": False, "disable": None if progress else True}
+    with tqdm(**how) as bar:
+        rows = Report(lambda step: (bar.update(), bar.set_description_str(step)))
 
-    config = _read_config(out, rows)
-    state = _check_files(folder, out, source_config, config, rows)
-    found |= {"memory": state, "probe": {}, "accounting": {}, "ablations": {}}
-    if config is not None:
-        dtype = dtype or _dtype_of(config)
-        limit = unchanged_positions(source_config, config)
-        length = tokens or _default_length(config, tnt_config(source_config))
-        ids, noise, label = probe_ids(folder, text, length, config.vocab_size, seed)
-        length = ids.shape[1]
-        found["probe"] = {"text": label, "tokens": length, "dtype": dtype, "seed": seed, "equal_positions": limit}
-        found["probe"]["crossed"] = crossed(config, length)
-        # Short inputs, all of whose tokens see in the result what they see in the source.
-        n = min(length, 256) if limit is None else max(1, min(length, limit))
-        before, peak = _with_peak(lambda: _observe_source(folder, dtype, ids, noise, n, rows.say))
-        found["probe"]["tolerance"] = before["tolerance"]
-        found["accounting"] = {"source": {"peak_anonymous_bytes": peak} | before.pop("accounting")}
-        after, peak = _with_peak(
-            lambda: _check_result(
-                out, config, source_config.model_type, dtype, state, ids, noise, n, limit, before, seed, rows
+        config = _read_config(out, rows)
+        state = _check_files(folder, out, source_config, config, rows)
+        found |= {"memory": state, "probe": {}, "accounting": {}, "ablations": {}}
+        if config is not None:
+            dtype = dtype or _dtype_of(config)
+            limit = unchanged_positions(source_config, config)
+            length = tokens or _default_length(config, tnt_config(source_config))
+            ids, noise, label = probe_ids(folder, text, length, config.vocab_size, seed)
+            length = ids.shape[1]
+            found["probe"] = {"text": label, "tokens": length, "dtype": dtype, "seed": seed, "equal_positions": limit}
+            found["probe"]["crossed"] = crossed(config, length)
+            # Short inputs, all of whose tokens see in the result what they see in the source.
+            n = min(length, 256) if limit is None else max(1, min(length, limit))
+            before, peak = _with_peak(lambda: _observe_source(folder, dtype, ids, noise, n, rows.say))
+            found["probe"]["tolerance"] = before["tolerance"]
+            found["accounting"] = {"source": {"peak_anonymous_bytes": peak} | before.pop("accounting")}
+            after, peak = _with_peak(
+                lambda: _check_result(
+                    out, config, source_config.model_type, dtype, state, ids, noise, n, limit, before, seed, rows
+                )
             )
-        )
-        found["accounting"]["result"] = {"peak_anonymous_bytes": peak} | after.pop("accounting", {})
-        found["ablations"] = after.pop("ablations", {})
-    found |= rows.summary(state)
+            found["accounting"]["result"] = {"peak_anonymous_bytes": peak} | after.pop("accounting", {})
+            found["ablations"] = after.pop("ablations", {})
+        found |= rows.summary(state)
     found["environment"] = {
         "tnt_hf": __version__,
         "torch": torch.__version__,

@@ -1,8 +1,10 @@
 """What `verify_conversion` finds in the files of a folder that was saved, or that somebody changed."""
 
 import argparse
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,18 @@ def test_a_length_that_rope_is_computed_from_is_held_to_the_source(tmp_path, rop
     path = output / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": positions}))
     assert failed(check(source, output, None)) == {"manifest"} | found
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_steps_are_one_line_on_a_terminal_and_nothing_elsewhere(folders, monkeypatch, capfd):
+    verify_conversion(*folders[:2], tokens=16)
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    verify_conversion(*folders[:2], tokens=16)
+    shown = sys.stderr.getvalue()
+    assert "\n" not in shown and "verify: base weights (step " in shown
+    assert not shown.rstrip("\r").rpartition("\r")[2].strip(), "the line is cleared for the report"
