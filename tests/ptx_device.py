@@ -131,7 +131,7 @@ def install(capability: int) -> EmulatedDriver:
     triton.runtime.driver.set_active(driver)
     for module in (kernels_parts_tnt, kernels_choice_tnt):
         module.unavailable = lambda device: None
-    for module in (kernels_parts_tnt, kernels_choice_tnt, kernels_projection_tnt, kernels_tnt):
+    for module in (kernels_parts_tnt, kernels_choice_tnt, kernels_global_tnt, kernels_projection_tnt, kernels_tnt):
         module.shared_memory = lambda device: driver.shared_bytes
     for module in (kernels_parts_tnt, kernels_choice_tnt, kernels_global_tnt, kernels_tnt):
         module.generation = lambda device: capability // 10

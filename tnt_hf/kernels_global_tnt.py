@@ -24,11 +24,12 @@ from torch import Tensor
 
 from .derivative_tnt import once_differentiable
 from .kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
-from .kernels_parts_tnt import REGISTERS, generation, operand, rows_of_tile
+from .kernels_parts_tnt import REGISTERS, SM_80, SM_90, generation, operand, rows_of_tile, shared_memory
 
 
 PROGRAMS = 264  # to be had by splitting chunks, where there are fewer: two for every processor of an H200
-# Rows of a tile, at most: more do not fit in registers. The second number is for large weights and a LayerNorm.
+# Rows of a tile, at most: more do not fit in registers. The second number is for large weights, a LayerNorm, and
+# float32 without wgmma, where operands pass through shared memory.
 LARGE_BYTES = 16 << 10  # of operands of one head's weights
 READ_ROWS, READ_REVERSE_ROWS, WRITE_ROWS = (64, 64), (64, 32), (64, 32)
 WRITE_REVERSE_ROWS, WRITE_REVERSE_ROWS_MOMENTUM = (32, 16), (16, 16)
@@ -202,14 +203,18 @@ class _Chunks:
             "K": q.shape[2], "E": W[0].shape[2], "V": v.shape[2], "L": len(W), "ACT": plan.net.activation,
             "RESIDUAL": plan.net.residual, "NORM": norm is not None, "DT": operand(q.dtype),
         }  # fmt: skip
-        all_registers = {"num_warps": 8, "maxnreg": REGISTERS}
+        room, half = shared_memory(q.device), q.dtype == torch.bfloat16
+        # loads ahead of their use take as much shared memory again
+        self.launch_read = {"num_warps": 4} | ({"num_stages": 1} if room < SM_80 and not half else {})
+        all_registers = self.launch_read | {"num_warps": 8, "maxnreg": REGISTERS}
         self.launch = {"num_warps": 8} if generation(q.device) == 9 else all_registers
         # without tensor cores, in float32, it needs every one of them everywhere
-        self.launch_write_reverse = self.launch if q.dtype == torch.bfloat16 else all_registers
+        self.launch_write_reverse = self.launch if half else all_registers
         self.gates = {"MOMENTUM": ends.s is not None, "BOUND": plan.bound is not None}
         forget = "none" if ends.A is None else "zero" if target is None else "init"
         self.state = {"FORGET": forget, "MOMENTUM": ends.s is not None}
-        self.large = norm is not None or _operand_bytes(q, W) > LARGE_BYTES  # which of the tiles' rows
+        narrow = room < SM_90 and not half
+        self.large = narrow or norm is not None or _operand_bytes(q, W) > LARGE_BYTES  # which of the tiles' rows
         self.norm = self.spread_norm = W[:1] * 2
         if norm is not None:
             self.norm, self.spread_norm = [x[:, 0].contiguous() for x in norm], self.blank([x[:, 0] for x in norm])
@@ -238,7 +243,7 @@ class _Chunks:
         shape, o = spread(R, N, READ_ROWS[self.large]), self.q.new_empty(N, R, self.net["V"])
         read[(N, shape.splits)](
             self.q, starts[0], starts[-1], *self.spread_norm, o, self.eps, R, shape.tiles, BR=shape.rows, **self.net,
-            num_warps=4,
+            **self.launch_read,
         )  # fmt: skip
         return o
 

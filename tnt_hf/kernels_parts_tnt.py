@@ -29,7 +29,8 @@ def jit(function=None, **options):
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, slowly, as in the tests
-SM_90 = 227 << 10  # bytes of shared memory that one program of an H100 can have; GPUs with less have no wgmma
+SM_80 = 163 << 10  # bytes of shared memory that one program of an A100 can have; sm_86, 89 and 120 have less
+SM_90 = 227 << 10  # the same of an H100; GPUs with less have no wgmma
 REGISTERS = 255  # of a thread: as many as there can be. Where a kernel needs more, ptxas left alone may take 32
 SMALLEST_NORM = 1e-12 if tl is None else tl.constexpr(1e-12)  # of F.normalize
 WIDTHS = (16, 32, 64, 128)  # a tile's side is a power of two, and a product's inner axis at least 16
