@@ -280,6 +280,17 @@ def test_the_number_of_memories_is_that_of_the_model():
     assert torch.isfinite(model(ids).logits).all()
 
 
+def test_another_number_of_memories_needs_other_training_sizes():
+    """Whoever assigned `local_chunk_sizes` reads that name in the error, and what to assign besides."""
+    config = tiny_config(local_chunk_sizes=[2, 4])
+    config.local_chunk_sizes = [2]
+    message = r"memory_train_chunk_sizes=\[8, 2, 4\]: needs the 2 entries of .* local_chunk_sizes=\[2\]; None takes"
+    with pytest.raises(ValueError, match=message):
+        TNTForCausalLM(config)
+    config.memory_train_chunk_sizes = None
+    assert TNTForCausalLM(config).config.memory_train_chunk_sizes == [8, 2]
+
+
 def test_a_misspelt_field_is_named(tmp_path, recwarn):
     TNTConfig().save_pretrained(tmp_path)
     TNTConfig.from_pretrained(tmp_path, num_labels=3)

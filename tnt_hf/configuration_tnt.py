@@ -312,7 +312,7 @@ class TNTConfig(PreTrainedConfig):
             self._fail("memory_expansion", f"times memory_head_dim={D} must be a whole number, and a size")
 
     def _validate_combination(self):
-        gate, start = self.memory_gate, self.memory_gate_init
+        gate, start, trained = self.memory_gate, self.memory_gate_init, self.memory_train_chunk_sizes
         if self.variant != "mag" and gate != "add":
             self._fail("memory_gate", f"joins memory and attention, which variant={self.variant!r} does not")
         if gate in ("product", "published") and start is not None:
@@ -324,8 +324,9 @@ class TNTConfig(PreTrainedConfig):
             warnings.warn(f"{zero}: trained from scratch such a memory hardly wakes, unlike with 'own'.", stacklevel=2)
         if self.variant == "lmm" and self.num_persistent_tokens:
             self._fail("num_persistent_tokens", "needs attention, which variant='lmm' has not")
-        if self.memory_train_chunk_sizes is not None and len(self.memory_train_chunk_sizes) != len(self.memory_specs):
-            self._fail("memory_train_chunk_sizes", f"needs one entry for each of {len(self.memory_specs)} memories")
+        if trained is not None and len(trained) != (count := len(self.memory_specs)):
+            sizes = f"global_chunk_size={self.global_chunk_size} and local_chunk_sizes={self.local_chunk_sizes}"
+            self._fail("memory_train_chunk_sizes", f"needs the {count} entries of {sizes}; None takes theirs")
 
     def _validate_intervals(self):
         intervals, count, C_G = self.local_reset_interval, len(self.local_chunk_sizes), self.global_chunk_size
@@ -333,8 +334,7 @@ class TNTConfig(PreTrainedConfig):
             self._fail("local_reset_interval", f"needs one entry for each of {count} local memories")
         kinds = {self.layer_types[i] for i in self.memory_layer_indices}
         window = 0 if self.variant == "lmm" else self.sliding_window if "hybrid_sliding" in kinds else math.inf
-        for spec in (spec for spec in self.memory_specs if spec.name == "local"):
-            C, S = spec.chunk_size, spec.reset_interval
+        for C, S in [(spec.chunk_size, spec.reset_interval) for spec in self.memory_specs if spec.name == "local"]:
             if S is not None and S % C:
                 self._fail("local_chunk_sizes", f"{C} must divide local_reset_interval={S}")
             seen = self.global_read == "current" or window >= (C_G or 0)
