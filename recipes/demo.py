@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
         "seconds": time.perf_counter() - start,
     }
     write_json(options.output / RESULTS, results)
-    pictures = draw(options.output, results, done)
+    pictures = draw(options.output, results)
     print("\n".join(summary(results)), flush=True)
     say(f"{RESULTS}, {', '.join(pictures)} and every model are in {options.output}")
     if HYBRID in done:

@@ -14,6 +14,7 @@ from tnt_hf.recipes.pictures import finish
 
 
 SOURCE, WINDOW, STAGE2 = "source", "window", "hybrid, stage 2"
+POINT = 32  # tokens of a point of the picture
 # What was measured, by its name in results.json, in the order of the table.
 LABELS = {
     SOURCE: "Llama, full attention",
@@ -77,6 +78,7 @@ def conversion_results(done: dict, bytes_per_token: float) -> dict:
     trained = {name: x for name, x in losses.items() if name not in (SOURCE, WINDOW)}
     results = {
         "text": {name: text_result(x, bytes_per_token) for name, x in losses.items()},
+        "curves": {"tokens_per_point": POINT, "perplexity": {name: curve(x) for name, x in losses.items()}},
         "recovered": {} if window is None else {n: recovered(x, losses[SOURCE], window) for n, x in trained.items()},
         "window_costs": next(job["window_costs"] for job in students.values()),
         "full_attention_layers": {name: job["full_attention_layers"] for name, job in students.items()},
@@ -94,34 +96,38 @@ def conversion_results(done: dict, bytes_per_token: float) -> dict:
     return results
 
 
+def curve(losses: np.ndarray) -> list[float]:
+    """Perplexity of losses `[N, T - 1]` by position, a number for every `POINT` tokens, the last for what is left."""
+    return [math.exp(losses[:, i : i + POINT].mean()) for i in range(0, losses.shape[1], POINT)]
+
+
 def job_facts(job: dict) -> dict:
-    """Sizes, tokens, seconds and configuration of a job."""
-    keys = ("parameters", "trained_parameters", "stage2_parameters", "train_tokens", "seconds", "config")
+    """Sizes, tokens, seconds, configuration and the loss of every step of a job."""
+    keys = ("parameters", "trained_parameters", "stage2_parameters", "train_tokens", "seconds", "config", "losses")
     return {key: job[key] for key in keys if key in job}
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures
 
 
-def draw(output: Path, results: dict, done: dict) -> list[str]:
-    """Draws conversion.png, held-out perplexity by position, and loss.png, the trainings. Returns their names."""
+def draw(output: Path, results: dict) -> list[str]:
+    """Draws conversion.png, held-out perplexity by position, and loss.png, the trainings, of what results.json holds.
+    Returns their names."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
-    size, plan = 32, results["plan"]
-    for name, losses in all_losses(done).items():
-        starts = range(0, losses.shape[1], size)
-        means = [math.exp(losses[:, i : i + size].mean()) for i in starts]
+    plan, size = results["plan"], results["curves"]["tokens_per_point"]
+    for name, means in results["curves"]["perplexity"].items():
         style = {SOURCE: "k-", WINDOW: "k:"}.get(name, "-" if "hybrid" in name else "--")
         # Stage 2 may change nothing: its line leaves to be seen what it lies on.
         marker = {"marker": "."}
         if name == STAGE2:
             style, marker = ":", {"marker": "o", "markersize": 9, "markerfacecolor": "none"}
         label = f"{LABELS[name].format(**plan)}: {results['text'][name]['perplexity']:.2f}"
-        axes.plot([i + 1 + size / 2 for i in starts], means, style, **marker, label=label)
+        axes.plot([i * size + 1 + size / 2 for i in range(len(means))], means, style, **marker, label=label)
     axes.axvline(plan["window"], color="grey", linestyle=":", label="attention window")
     axes.set(
         xlabel="position in the window of text (tokens)",
@@ -131,7 +137,7 @@ def draw(output: Path, results: dict, done: dict) -> list[str]:
     finish(figure, output / "conversion.png", axes)
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
-    for name, job in done.items():
+    for name, job in results["jobs"].items():
         if "losses" in job:
             axes = left if name == SOURCE else right
             losses = np.array(job["losses"])

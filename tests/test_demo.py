@@ -16,7 +16,7 @@ import torch
 from tnt_hf.recipes import demo
 from tnt_hf.recipes.data import IGNORED, Recall, is_held_out, read_corpus, train_tokenizer, windows
 from tnt_hf.recipes.demo_conversion import STUDENTS
-from tnt_hf.recipes.demo_conversion_report import LABELS
+from tnt_hf.recipes.demo_conversion_report import LABELS, draw
 from tnt_hf.recipes.demo_jobs import run_jobs, shuffled
 
 
@@ -250,6 +250,13 @@ def check_the_whole_story_is_told_and_every_check_holds(output, results, printed
         assert expected in printed, expected
 
 
+def check_the_pictures_can_be_drawn_from_the_results_alone(output, results, printed):
+    again = output.parent / "again"
+    again.mkdir()
+    for name in draw(again, results):
+        assert (again / name).read_bytes() == (output / name).read_bytes()
+
+
 def check_students_differ_in_their_memory_alone(output, results, printed):
     jobs = results["jobs"]
     assert len({jobs[name]["train_tokens"] for name in STUDENTS}) == 1
@@ -303,6 +310,7 @@ def test_the_whole_demo_at_a_tiny_budget(sources, tmp_path, capsys):
     assert demo.main(arguments) == 0
     told = output, json.loads((output / "results.json").read_text()), capsys.readouterr().out
     check_the_whole_story_is_told_and_every_check_holds(*told)
+    check_the_pictures_can_be_drawn_from_the_results_alone(*told)
     check_students_differ_in_their_memory_alone(*told)
     check_every_number_in_the_printed_table_is_one_of_the_results(*told)
     check_the_hybrid_is_a_folder_to_push_and_to_load(*told)

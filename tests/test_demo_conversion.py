@@ -1,5 +1,6 @@
 """The demo's parts: attention in blocks, distillation, shares of what was lost, how much text everything sees."""
 
+import json
 import time
 from functools import partial
 
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.recipes import blocked_attention, demo_conversion
 from tnt_hf.recipes.demo_conversion import PRECISIONS, ConversionPlan, measured_on
-from tnt_hf.recipes.demo_conversion_report import STAGE2, draw, recovered, text_result
+from tnt_hf.recipes.demo_conversion_report import conversion_results, draw, recovered
 from tnt_hf.recipes.distillation import RATES, distiller, with_lora
 from tnt_hf.recipes.optimization import parameter_groups
 from tnt_hf.recipes.training import train_in_order
@@ -187,17 +188,32 @@ def test_shares_follow_from_the_losses():
     assert 0.02 < recovered(uneven, source, window)["loss_standard_error"] < 0.5
 
 
+def results_of(source, window, hybrid) -> dict:
+    """What results.json holds of losses `[N, T - 1]`, of which stage 2 changes none."""
+    held_out = {"converted": window, "trained": hybrid, "stage 2": hybrid}
+    facts = {"window_costs": [0.1], "full_attention_layers": [], "verification": {}}
+    done = {"source": {"held_out": source}, "hybrid": {"held_out": held_out, **facts}}
+    done = {name: job | {"losses": [3.0, 2.0], "train_tokens": 64} for name, job in done.items()}
+    return json.loads(json.dumps({"plan": {"window": 32}, **conversion_results(done, 2.0)}))
+
+
+def test_the_results_hold_what_is_drawn():
+    by_position = np.log(np.repeat([4.0, 3.0, 2.0], 32))[:-1]  # perplexities of three points, the last of 31 tokens
+    results = results_of(*(np.stack([x + 0.1, x - 0.1]) for x in (by_position, by_position + 1, by_position + 2)))
+    curves = results["curves"]
+    assert curves["tokens_per_point"] == 32
+    assert curves["perplexity"].keys() == {"source", "window", "hybrid", "hybrid, stage 2"}
+    for factor, name in enumerate(("source", "window", "hybrid")):
+        assert curves["perplexity"][name] == pytest.approx(np.exp(factor) * np.array([4.0, 3.0, 2.0]))
+    assert [job["losses"] for job in results["jobs"].values()] == [[3.0, 2.0]] * 2
+
+
 def test_what_stage_2_lies_on_can_be_seen(tmp_path):
     """Where stage 2 changes nothing, both colours are in the picture."""
     from matplotlib import colors
     from matplotlib.image import imread
 
-    losses = {name: np.full((2, 511), loss) for name, loss in (("source", 2.0), ("window", 3.0), ("hybrid", 2.5))}
-    held_out = {"converted": losses["window"], "trained": losses["hybrid"], "stage 2": losses["hybrid"]}
-    done = {"source": {"held_out": losses["source"]}, "hybrid": {"held_out": held_out}}
-    done = {name: job | {"losses": [3.0, 2.0], "train_tokens": 64} for name, job in done.items()}
-    text = {name: text_result(x, 2.0) for name, x in {**losses, STAGE2: losses["hybrid"]}.items()}
-    draw(tmp_path, {"text": text, "plan": {"window": 32}}, done)
+    draw(tmp_path, results_of(*(np.full((2, 511), loss) for loss in (2.0, 3.0, 2.5))))
     picture = imread(tmp_path / "conversion.png")[..., :3]
     for colour in ("C0", "C1"):  # of the hybrid, and of it after stage 2: more than the few points of the legend
         assert (np.abs(picture - colors.to_rgb(colour)).max(-1) < 0.01).sum() > 400, colour
