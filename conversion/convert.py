@@ -117,7 +117,7 @@ def convert_checkpoint(
     if probe is not None:
         from tnt_hf.conversion.sensitivity import choose_full_attention, table
 
-        errors, losses = measure_window(folder, probe, window, bool(count), progress)
+        errors, losses = measure_window(folder, probe, window, bool(count), progress, say)
         if losses is not None:
             layers = choose_full_attention(losses, count)
             config = tnt_config(source_config, window=window, full_attention_layers=layers, **fields)

@@ -1,14 +1,21 @@
 """Which layers a window would hurt: the source measured on a text, before it is converted."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
 MAX_TOKENS = 16_384
+FEW = 1_000  # tokens behind the window: with fewer, what a layer costs is mostly chance
 
 
 def measure_window(
-    folder: Path, probe: str | os.PathLike, window: int, choosing: bool, progress: bool = True
+    folder: Path,
+    probe: str | os.PathLike,
+    window: int,
+    choosing: bool,
+    progress: bool = True,
+    say: Callable[[str], object] = lambda line: None,
 ) -> tuple[list[float], list[float] | None]:
     """
     What a window does to every layer of the source, which is loaded and freed.
@@ -18,17 +25,18 @@ def measure_window(
         probe: a text, or the path of a text file; its first 16384 tokens are used.
         window: in tokens.
         choosing: whether layers are to be chosen, for which the loss is asked as well: a pass per layer.
+        say: told how many tokens are measured, and if they are few.
 
     Returns:
         `sensitivity.window_errors` and, if `choosing`, `sensitivity.loss_increases`, a number per layer each.
 
     Raises:
-        ValueError: the source has no tokenizer, or the text is not longer than the window.
+        ValueError: the source has no tokenizer, or the window hides nothing that matters to a prediction in the text.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tnt_hf.conversion.sensitivity import loss_increases, print_progress, window_errors
+    from tnt_hf.conversion.sensitivity import loss_increases, print_progress, segments, window_errors
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -36,10 +44,15 @@ def measure_window(
         reason = " ".join(str(error).split())
         raise ValueError(f"probe: {folder} has no tokenizer to read a text with ({reason})") from error
     ids = tokenizer(read_text(probe), return_tensors="pt", verbose=False)["input_ids"][:, :MAX_TOKENS]
-    if ids.shape[1] <= window:
+    if ids.shape[1] <= window + 1:  # the first token that the window narrows has to predict another
         taken = "" if is_file(probe) else f" ({probe_name(probe)!r} is no file, so it is the text)"
-        raise ValueError(f"probe: the text has {ids.shape[1]} tokens, which must be more than window={window}{taken}")
+        raise ValueError(
+            f"probe: the text has {ids.shape[1]} tokens, which must be more than window + 1 = {window + 1}{taken}"
+        )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
+    behind = sum(part.shape[1] - window for part in segments(model, ids, window))
+    warning = f": warning: fewer than {FEW:,} tell little but chance, give a longer text" if behind < FEW else ""
+    say(f"probe       {ids.shape[1]:,} tokens, {behind:,} of them behind a window of {window}{warning}")
     with torch.inference_mode():
         errors = window_errors(model.eval(), ids, window, print_progress if progress else None)
         return errors, loss_increases(model, ids, window) if choosing else None

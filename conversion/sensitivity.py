@@ -86,7 +86,7 @@ def window_errors(
     Raises:
         ValueError: a window or text with which nothing can be measured, or an unsuitable model.
     """
-    segments = _segments(model, input_ids, window)
+    parts = segments(model, input_ids, window)
     modules = _attention_modules(model)
     if missing := [name for name, module in modules if not hasattr(module, "o_proj")]:
         raise ValueError(
@@ -105,11 +105,11 @@ def window_errors(
         return full, None
 
     with torch.no_grad(), attention_function(model, compare):
-        for done, segment in enumerate(segments, 1):
+        for done, segment in enumerate(parts, 1):
             model(input_ids=segment, use_cache=False, logits_to_keep=1)
             tokens += segment.shape[1] - window
             if progress is not None:
-                progress(done, len(segments))
+                progress(done, len(parts))
     return [x / tokens for x in sums]
 
 
@@ -126,7 +126,7 @@ def window_losses(
     Returns:
         One loss per entry of `layers`: by default L + 1, `losses[1 + l] - losses[0]` is what narrowing layer l costs.
     """
-    segments = _segments(model, input_ids, window)
+    parts = segments(model, input_ids, window)
     count = len(_attention_modules(model))
     narrow: set[int] = set()
 
@@ -141,7 +141,7 @@ def window_losses(
             narrow.clear()
             narrow.update(chosen)
             total, tokens = 0.0, 0
-            for segment in segments:
+            for segment in parts:
                 logits = model(input_ids=segment, use_cache=False).logits[0, window:-1].float()
                 total += float(F.cross_entropy(logits, segment[0, window + 1 :], reduction="sum"))
                 tokens += len(logits)
@@ -222,18 +222,18 @@ def _attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [found[l] for l in range(count)]
 
 
-def _segments(model: PreTrainedModel, input_ids: Tensor, window: int) -> list[Tensor]:
-    """Rows `[1, n]` with more than `window + 1` tokens each."""
+def segments(model: PreTrainedModel, input_ids: Tensor, window: int) -> list[Tensor]:
+    """What is measured of rows `[B, T]`: parts `[1, n]` of more than `window + 1` tokens each."""
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ValueError(f"window={window!r}: must be a positive integer (tokens).")
     if input_ids.ndim != 2 or input_ids.dtype != torch.long:
         raise ValueError(f"input_ids of shape {tuple(input_ids.shape)}, {input_ids.dtype}: must be [B, T] int64.")
     most = getattr(model.config, "max_position_embeddings", None) or input_ids.shape[1]
     length = min(max(4 * window, SHORTEST_SEGMENT), most)
-    segments = [part for row in input_ids.split(1) for part in row.split(length, 1) if part.shape[1] > window + 1]
-    if not segments:
+    parts = [part for row in input_ids.split(1) for part in row.split(length, 1) if part.shape[1] > window + 1]
+    if not parts:
         raise ValueError(
             f"input_ids has {input_ids.shape[1]} tokens (segments of at most {length}), which a window={window} does"
             " not narrow: give a longer text or a smaller window."
         )
-    return segments
+    return parts

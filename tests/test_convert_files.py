@@ -243,6 +243,17 @@ def command(monkeypatch, folder: Path, *arguments: str) -> None:
     assert run(parser.parse_args([*arguments, "--quiet"])) == 0
 
 
+@pytest.mark.parametrize("words, few", [(120, True), (1_084, True), (1_085, False)])
+def test_how_much_was_probed_is_told_and_that_it_is_little(tmp_path, source, words, few):
+    """In segments of 64 tokens, all the positions there are, whose first 5 see everything through a window of 5."""
+    said = []
+    text = " ".join(f"w{i * i % 90}" for i in range(words))
+    convert_checkpoint(source, tmp_path / "result", window=5, probe=text, progress=False, say=said.append)
+    [line] = [line for line in said if line.startswith("probe ")]
+    assert f"{words:,} tokens, {words - 5 * -(-words // 64):,} of them behind a window of 5" in line
+    assert ("warning: fewer than 1,000" in line) == few
+
+
 def test_the_command_line(tmp_path, source, monkeypatch, capsys):
     (tmp_path / "settings.yaml").write_text("window: 16\nmemory_max_lr: 1e-1\nmemory_layers: [0]\n")
     arguments = ["source", "result", "--config", "settings.yaml", "--keep-full-attention", "auto:1", "--probe", TEXT]
@@ -286,6 +297,7 @@ def test_the_command_line(tmp_path, source, monkeypatch, capsys):
         (["source", "result", "--keep-full-attention", "a,b"], "--keep-full-attention a,b"),
         (["source", "result", "--window", "16", "--keep-full-attention", "auto:1"], "needs a probe"),
         (["source", "result", "--window", "16", "--probe", "w1 w2"], "2 tokens"),
+        (["source", "result", "--window", "2", "--probe", "w1 w2 w3"], "probe: the text has 3 tokens"),
         (["source", "result", "hidden_size=64"], "hidden_size=64: is taken from the source"),
         (["source", "result", "memory_depht=2"], "memory_depht"),
         (["source", "result", "memory_depth"], "FIELD=VALUE"),
