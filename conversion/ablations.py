@@ -108,6 +108,7 @@ def ablations(model: nn.Module) -> dict[str, Callable]:
         found["attention off"] = lambda: without_attention(model)
     specs = memory.config.memory_specs
     for i, spec in enumerate(specs if len(specs) > 1 else []):
-        name = f"{spec.name} memory of {spec.chunk_size} tokens off"
+        size = "1 token" if spec.chunk_size == 1 else f"{spec.chunk_size} tokens"
+        name = f"{spec.name} memory of {size} off"
         found[f"{name} ({i})" if name in found else name] = lambda i=i: without_one_memory(model, i)
     return found

@@ -156,6 +156,11 @@ def test_batches_keep_their_logits_small():
 # ----------------------------------------------------------------------------------------------------------- ablations
 
 
+def test_branches_are_named_as_people_say_it():
+    memories = [name for name in ablations(tiny_model(local_chunk_sizes=[1, 2])) if "memory of " in name]
+    assert memories == ["global memory of 8 tokens off", "local memory of 1 token off", "local memory of 2 tokens off"]
+
+
 def test_an_open_memory_matters_and_a_closed_one_does_not():
     rows = Rows.of(documents(40, 25), 40, begin=0)
     opened = tiny_model(memory_gate_init=0.5)

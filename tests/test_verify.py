@@ -216,7 +216,7 @@ def test_a_trained_result_promises_its_structure_and_reports_its_distance(pair, 
     assert {found[name] for name in ("parity", "base weights", "configuration", "branches")} == {"measured"}
     assert {found[name] for name in ("manifest", "silent")} == {"not applicable"}
     assert report["ablations"]["memory off"]["kl_from_all_branches"] > 1e-3
-    one_off = [x["kl_from_all_branches"] for name, x in report["ablations"].items() if "tokens off" in name]
+    one_off = [x["kl_from_all_branches"] for name, x in report["ablations"].items() if " memory of " in name]
     assert len(one_off) == 2 and min(one_off) > 1e-4
     changed = next(row["measured"] for row in report["checks"] if row["name"] == "base weights")
     assert changed["changed"] == 2 and changed["names"][0] == "model.layers.0.self_attn.q_proj.weight"
