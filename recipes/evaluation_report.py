@@ -118,7 +118,7 @@ def as_markdown(results: dict[str, Any]) -> str:
     notes = {
         "passkey": "Exact match of the greedy continuation; tokens from the key to the end of the question.",
         "recall": "The likeliest of all tokens is the value of the key just read; tokens from value to key.",
-        "cost": f"One sequence; medians of {results['settings'].get('cost_repeats')} repeats and [lowest, highest].",
+        "cost": f"One sequence; medians of {results['settings'].get('cost_repeats')} repeats, and lowest to highest.",
     }
     titles = {"passkey": "Pass key", "recall": "Associative recall", "cost": "Cost"}
     for section, note in notes.items():
@@ -133,8 +133,13 @@ def as_markdown(results: dict[str, Any]) -> str:
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     keys = list(dict.fromkeys(key for row in rows for key in row))
     lines = [[key.replace("_", " ") for key in keys], ["---"] * len(keys)]
-    lines += [["" if row.get(key) is None else _cell(row[key]) for key in keys] for row in rows]
+    lines += [["" if row.get(key) is None else _entry(row[key]) for key in keys] for row in rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def _entry(value: Any) -> str:
+    """What stands in a table; a list in there is a range."""
+    return " to ".join(map(_cell, value)) if isinstance(value, list | tuple) else _cell(value)
 
 
 def _cell(value: Any) -> str:

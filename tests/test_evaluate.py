@@ -106,6 +106,8 @@ def test_json_markdown_and_pictures_lie_in_the_folder(evaluated):
     for heading in ("Perplexity", "Pass key", "Associative recall", "Cost", "Ablations"):
         assert f"\n## {heading}\n" in page
     assert results["command"] in page and "| memory off |" in page
+    low, high = results["passkey"][0]["interval"]
+    assert f" | {low:.4g} to {high:.4g} | 2 | " in page and "- context: 32, 128\n" in page
 
 
 @pytest.mark.parametrize("rises, scale", [((3.0, 0.002, -0.001), "symlog"), ((3.0, 0.5, 0.0), "linear")])
