@@ -132,11 +132,17 @@ def test_info_reads_recipes_of_new_models(capsys):
 def test_info_prints_one_row_per_layer(config_file, capsys):
     assert main(["info", config_file, "--context", "100", "--dtype", "bfloat16"]) == 0
     printed = capsys.readouterr().out
-    for expected in ("base 7,120", "memory 1,617", "total 8,737", "192 bytes per sequence at 100 tokens"):
+    for expected in (
+        "base 7,120",
+        "memory 1,617",
+        "total 8,737",
+        "192 B per sequence at 100 tokens",
+        "state       8.4 KiB per sequence at any",
+    ):
         assert expected in printed
     rows = printed.splitlines()[-2:]
-    assert rows[0].split() == ["0", "window", "4", "1,952", "0", "0", "96", "none"]
-    assert rows[1].endswith("global C=8, local C=1 S=16, local C=4 S=16")
+    assert rows[0].split() == ["0", "window", "4", "1,952", "0", "0", "B", "96", "B", "none"]
+    assert "  8.4 KiB  " in rows[1] and rows[1].endswith("global C=8, local C=1 S=16, local C=4 S=16")
 
 
 def test_presets_are_the_documented_baselines():

@@ -249,6 +249,14 @@ def memory_label(spec) -> str:
     return f"{spec.name} C={spec.chunk_size}" + (f" S={spec.reset_interval}" if spec.reset_interval else "")
 
 
+def size_label(count: int) -> str:
+    """Bytes as people read them: `96 B`, `8.6 KiB`, `1.5 MiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} B"
+
+
 def run_info(options) -> None:
     """`tnt info`."""
     config = load_config(options.config, options.overrides)
@@ -265,13 +273,15 @@ def run_info(options) -> None:
         "   ".join(f"{name} {n:,}" for name, n in found[key].items()) for key in ("parameters", "flops_per_token")
     )
     print(f"parameters         {parameters}")
-    print(f"memory state       {found['memory_state_bytes']:,} bytes per sequence at any context ({dtype} model)")
-    print(f"keys and values    {found['kv_bytes']:,} bytes per sequence at {context:,} tokens")
+    state, kept = size_label(found["memory_state_bytes"]), size_label(found["kv_bytes"])
+    print(f"memory state       {state} per sequence at any context ({dtype} model)")
+    print(f"keys and values    {kept} per sequence at {context:,} tokens")
     print(f"FLOPs per token    {flops}   (decoding at {context:,} tokens)")
     print()
-    table = [("layer", "attention", "base", "memory", "state bytes", "KV bytes", "memories")]
+    table = [("layer", "attention", "base", "memory", "state", "KV", "memories")]
     for index, layer in enumerate(found["layers"]):
-        numbers = [f"{layer[name]:,}" for name in ("base_parameters", "memory_parameters", "state_bytes", "kv_bytes")]
+        numbers = [f"{layer[name]:,}" for name in ("base_parameters", "memory_parameters")]
+        numbers += [size_label(layer[name]) for name in ("state_bytes", "kv_bytes")]
         table.append((str(index), layer["attention"], *numbers, ", ".join(layer["memories"]) or "none"))
     widths = [max(map(len, column)) for column in zip(*table)]
     for row in table:
