@@ -232,7 +232,7 @@ def check_rates(run: RunArguments, groups: list[dict]) -> None:
 
 
 def plan(recipe: Any, model: Any, groups: list[dict], data: Any, rows_per_step: int) -> list[str]:
-    """What is about to happen, in a few lines: model, parameters, data, steps, device."""
+    """What is about to happen, in a few lines: model, parameters, data, steps, device, and where it goes."""
     args, length = recipe.training, recipe.data.sequence_length
     total = sum(parameter.numel() for parameter in model.parameters())
     counts = {}
@@ -258,6 +258,7 @@ def plan(recipe: Any, model: Any, groups: list[dict], data: Any, rows_per_step: 
         *(f"{recipe.data.dataset_name}: {what}" for what in lost),
         f"{steps:,} steps of {tokens:,} tokens ({rows_per_step} rows), {steps * tokens:,} tokens in all, on"
         f" {args.world_size} x {args.device}",
+        f"everything is written to {args.output_dir}",
     ]
 
 

@@ -299,6 +299,7 @@ def test_the_terminal_says_how_many_conversations_are_not_read_whole(folder, cap
         Path(f"{name}.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in kept))
         prepare(f"--dataset_name {name}.jsonl {words}".split())
     out = capsys.readouterr().out
+    assert out.count("\neverything is written to said\n") == 2
     assert "long.jsonl: 3 documents are left out: no assistant token within sequence_length\n" in out
     assert "long.jsonl: 2 documents are cut after 48 tokens\n" in out
     assert "short.jsonl: " in out and out.count(" are left out") == out.count(" are cut") == 1
