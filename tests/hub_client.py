@@ -143,6 +143,8 @@ def pull(results_file: str, site_packages: str, *hidden: str):
         heads[head], loading = auto.from_pretrained(f"{REPO}-{head}", trust_remote_code=True, output_loading_info=True)
         assert not any(loading.values()), loading
         assert type(heads[head]).__module__.startswith("transformers_modules.")
+        from_folder = auto.from_pretrained(snapshot_download(f"{REPO}-{head}"), trust_remote_code=True)
+        assert all(p.equal(q) for p, q in zip(from_folder.parameters(), heads[head].parameters()))
         trained = heads[head].model.state_dict()
         for other in (AutoModel, AutoModelForCausalLM):  # the same repository as a backbone and as a language model
             loaded = other.from_pretrained(f"{REPO}-{head}", trust_remote_code=True).base_model

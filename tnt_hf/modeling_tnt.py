@@ -33,7 +33,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -693,24 +693,47 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         return model_kwargs
 
 
+# The library's heads ask `AutoModel` for their backbone, which does not know it where this code came with a
+# checkpoint: so their parts are made here.
+
+
 class TNTForSequenceClassification(GenericForSequenceClassification, TNTPreTrainedModel):
     """[`TNTModel`] with a sequence classification head on the last token."""
 
+    def __init__(self, config: TNTConfig):
+        TNTPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = TNTModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
 
 class TNTForTokenClassification(GenericForTokenClassification, TNTPreTrainedModel):
-    """[`TNTModel`] with a token classification head."""
+    """[`TNTModel`] with a token classification head, behind a dropout of `config.classifier_dropout` or 0.1."""
+
+    def __init__(self, config: TNTConfig):
+        TNTPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = TNTModel(config)
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
 
 
 class TNTForQuestionAnswering(GenericForQuestionAnswering, TNTPreTrainedModel):
     """[`TNTModel`] with a span extraction head."""
 
+    def __init__(self, config: TNTConfig):
+        TNTPreTrainedModel.__init__(self, config)
+        self.model = TNTModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
 
 # `Trainer` shifts the labels of its label smoothing for the classes of this table alone: without it every position
 # would be trained to repeat its own token.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("tnt", "TNTForCausalLM")
-
-# The library's generic heads ask `AutoModel` for their backbone, which must know it where this file is a checkpoint's.
-AutoModel.register(TNTConfig, TNTModel, exist_ok=True)
 
 
 __all__ = [
