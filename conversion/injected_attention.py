@@ -198,9 +198,8 @@ def _inject(kind: str, base: Callable, module: nn.Module, query, key, value, att
     if window is not None and kind == "sdpa" and attention_mask is None:
         near = window_of(window, query[:, 0], L - T, None, 0)
     if near is not None:
-        seen = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         options = {name: kwargs[name] for name in ("scaling", "dropout") if name in kwargs}
-        attn_output, attn_weights = window_attention(query, *seen, near, **options), None
+        attn_output, attn_weights = window_attention(query, key, value, near, **options), None
     else:
         seen = (key, value, attention_mask)
         if window is not None:

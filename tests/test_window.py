@@ -95,6 +95,22 @@ def test_blocks_are_the_softmax_over_the_window(name):
     assert_same(found, softmax_attention(*inputs, window, P), inputs)
 
 
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("name", ["wider than a block", "persistent keys", "packed documents"])
+def test_query_heads_share_keys_and_values(name, flash, monkeypatch):
+    """Three of them each; on a CPU the forward is that of repeated keys and values to the bit."""
+    inputs, window, P = random_case(name)
+    q, k, v = torch.randn(2, 3 * H, *inputs[0].shape[2:], dtype=torch.float64, requires_grad=True), *inputs[1:]
+    if flash:
+        monkeypatch.setattr(window_tnt, "_flash_runs", lambda x: True)
+        monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attention)
+        window = as_called(window.width, q.new_zeros(2, q.shape[2], 4), k.shape[2] - q.shape[2], window.documents, P)
+    copies = [x.repeat_interleave(3, 1) for x in (k, v)]
+    found = window_attention(q, k, v, window, P, scaling=D**-0.5)
+    assert torch.equal(found, window_attention(q, *copies, window, P, scaling=D**-0.5))
+    assert_same(found, softmax_attention(q, *copies, window, P), [q, k, v])
+
+
 # ----------------------------------------------------------------------------------------------------------- the model
 
 LONG = {"sliding_window": 40, "local_chunk_sizes": [32], "global_chunk_size": 64, "local_reset_interval": 64}

@@ -231,7 +231,6 @@ class TNTAttention(nn.Module):
 
         options = {"dropout": 0.0 if not self.training else self.attention_dropout, "scaling": self.scaling}
         if isinstance(attention_mask, Window):
-            key, value = (repeat_kv(x, self.num_key_value_groups) for x in (key, value))
             attn_output = window_attention(query, key, value, attention_mask, self.num_persistent_tokens, **options)
             attn_weights = None
         else:

@@ -2,7 +2,8 @@
 
 Axis legend
     B batch   T queries   S keys, cached and new; the queries are the last T of them   P persistent keys in front
-    H heads of queries, keys and values alike   D head width   W tokens of the window, the query's own included
+    H query heads, a multiple of Hkv heads of keys and values   D head width   W tokens of the window, the query's own
+    included
     N blocks of C queries each, whose windows lie within W' + C keys, W' = W filled up to a multiple of 8
 
 SDPA treats a window like any other mask: it computes all T S scores and reads a mask of that size. Here every block of
@@ -81,17 +82,25 @@ def window_attention(
     softmax(q k^T scaling) v over the keys that `window` lets a query see, and the persistent ones.
 
     Args:
-        query: `[B, H, T, D]`. key, value: `[B, H, P + S, D]`, of which the first `persistent` are always seen.
+        query: `[B, H, T, D]`. key, value: `[B, Hkv, P + S, D]`, of which the first `persistent` are always seen.
 
     Returns:
         `[B, T, H, D]`.
     """
-    if not persistent and not dropout and query.shape[-1] % 8 == 0 and query.shape[-1] <= FLASH_WIDTH:
-        if _flash_runs(query):
-            return _flash(query, key, value, window, scaling)
+    flash = not persistent and not dropout and query.shape[-1] % 8 == 0 and query.shape[-1] <= FLASH_WIDTH
+    flash = flash and _flash_runs(query)
+    options = {"scale": scaling, "dropout_p": dropout}
+    if query.shape[1] != key.shape[1]:
+        if flash or query.device.type != "cpu":
+            # FlashAttention is told of groups since torch 2.12; with a mask, SDPA on a GPU has no fast kernel for them
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        else:
+            options["enable_gqa"] = True
+    if flash:
+        return _flash(query, key, value, window, scaling)
     # The compiler cannot differentiate the blocks of rows whose length it is not told.
     blocks = _in_blocks_eager if torch.compiler.is_compiling() and torch.is_grad_enabled() else _in_blocks
-    return blocks(query, key, value, window, persistent, {"scale": scaling, "dropout_p": dropout})
+    return blocks(query, key, value, window, persistent, options)
 
 
 # -------------------------------------------------------------------------------------------------------------- blocks
@@ -125,7 +134,7 @@ def _in_blocks(query, key, value, window, persistent, options):
             here, there = ids[:, S - T + head :].unflatten(1, (N, C)), ids[:, first:].unfold(1, reach + C, C)
             seen = (seen & (here[..., None] == there[:, :, None])[:, :, None]).flatten(0, 1)
 
-        def blocks(x):  # [B, H, P + S, D] -> [B N, H, P + W' + C, D]; without persistent keys and for B = 1 a view
+        def blocks(x):  # [B, Hkv, P + S, D] -> [B N, Hkv, P + W' + C, D]; without persistent keys and for B = 1 a view
             near = x[:, :, P + first :].unfold(2, reach + C, C).permute(0, 2, 1, 4, 3)
             if P:
                 near = torch.cat([x[:, None, :, :P].expand(-1, N, -1, -1, -1), near], 3)
