@@ -92,7 +92,7 @@ def case_a_frozen_convolution_takes_no_sum_over_tokens(monkeypatch):
         conv.requires_grad_(False)
     found = torch.autograd.grad(sum(x.square().sum() for x in memory_tokens(*args, **options)[0]), args[1])
     assert sorted(x is None for x in shares) == [False, True, True]
-    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)  # another kernel, another order of its sums
 
 
 def case_only_what_the_kernels_know_is_theirs(monkeypatch):
