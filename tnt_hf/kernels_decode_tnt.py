@@ -55,6 +55,33 @@ def replace(state, at, value, where):
 
 
 @jit
+def write(
+    w, start, s, init, at, at_init, begun, step, mu, alpha, here, ends, reset, MOMENTUM: tl.constexpr,
+    DECAY: tl.constexpr, TO_INIT: tl.constexpr, CHUNKED: tl.constexpr, RESETS: tl.constexpr,
+):  # fmt: skip
+    """Replaces a tile of w, start and s after a `step` down its gradient; `begun` is W_xi. Returns W."""
+    if MOMENTUM:
+        old = tl.load(s + at)
+        if RESETS:
+            old = tl.where(reset, 0.0, old)
+        step += mu * old
+        replace(s, at, step, here)
+    new = begun
+    if CHUNKED:
+        new = entry(w, init, at, at_init, reset, RESETS)
+    unwritten = new
+    if DECAY:
+        new *= 1 - alpha
+        if TO_INIT:
+            new += alpha * tl.load(init + at_init)
+    new += step
+    replace(w, at, new, here)
+    if CHUNKED:
+        replace(start, at, tl.where(ends, tl.where(here, new, unwritten), begun), ends | reset)
+    return new
+
+
+@jit
 def token(
     q, k, v, lr, momentum, decay, present, time, init1, init2, w1, w2, start1, start2, s1, s2, M, gain, bias, o, error,
     H, C, interval, eps, bound, K: tl.constexpr, E: tl.constexpr, V: tl.constexpr, G: tl.constexpr, BG: tl.constexpr,
@@ -120,6 +147,7 @@ def token(
             a = through(hidden(key, first), L, ACT)
             square += tl.sum(a * a, 0) * tl.sum(top * top, 0)
         theta *= bound / tl.maximum(tl.sqrt(square), bound)
+    mu, alpha = 0.0, 0.0
     if MOMENTUM:
         mu = tl.load(momentum + p).to(tl.float32)
     if DECAY:
@@ -160,47 +188,18 @@ def token(
         a = through(z, L, ACT)
 
         step = -theta * a[:, None] * top[None, :]
-        if MOMENTUM:
-            old = tl.load(s2 + p * E * V + at2)
-            if RESETS:
-                old = tl.where(reset, 0.0, old)
-            step += mu * old
-            replace(s2, p * E * V + at2, step, here)
-        new2 = second
-        if CHUNKED:
-            new2 = entry(w2, init2, p * E * V + at2, head * E * V + at2, reset, RESETS)
-        unwritten = new2
-        if DECAY:
-            new2 *= 1 - alpha
-            if TO_INIT:
-                new2 += alpha * tl.load(init2 + head * E * V + at2)
-        new2 += step
-        replace(w2, p * E * V + at2, new2, here)
-        if CHUNKED:
-            begins = tl.where(ends, tl.where(here, new2, unwritten), second)
-            replace(start2, p * E * V + at2, begins, ends | reset)
+        new2 = write(
+            w2, start2, s2, init2, p * E * V + at2, head * E * V + at2, second, step, mu, alpha, here, ends, reset,
+            MOMENTUM, DECAY, TO_INIT, CHUNKED, RESETS,
+        )  # fmt: skip
         new1 = first
         if L == 2:
             delta = tl.sum(second * top[None, :], 1) * slope(z, ACT)
             step = -theta * key[:, None] * delta[None, :]
-            if MOMENTUM:
-                old = tl.load(s1 + p * K * E + at)
-                if RESETS:
-                    old = tl.where(reset, 0.0, old)
-                step += mu * old
-                replace(s1, p * K * E + at, step, here)
-            if CHUNKED:
-                new1 = entry(w1, init1, p * K * E + at, head * K * E + at, reset, RESETS)
-            unwritten = new1
-            if DECAY:
-                new1 *= 1 - alpha
-                if TO_INIT:
-                    new1 += alpha * tl.load(init1 + head * K * E + at)
-            new1 += step
-            replace(w1, p * K * E + at, new1, here)
-            if CHUNKED:
-                begins = tl.where(ends, tl.where(here, new1, unwritten), first)
-                replace(start1, p * K * E + at, begins, ends | reset)
+            new1 = write(
+                w1, start1, s1, init1, p * K * E + at, head * K * E + at, first, step, mu, alpha, here, ends, reset,
+                MOMENTUM, DECAY, TO_INIT, CHUNKED, RESETS,
+            )  # fmt: skip
         if not CURRENT:
             new1, new2 = first, second
         inner = through(tl.sum(query[:, :, None] * new1[None, :, :], 1), L, ACT)

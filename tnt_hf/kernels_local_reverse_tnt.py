@@ -20,12 +20,10 @@ from .kernels_local_tnt import (
     matrix,
     pair_weights,
     read_layer,
-    standardise,
     store_layers,
     store_rows,
-    through_standardise,
 )
-from .kernels_parts_tnt import dot, jit, tl
+from .kernels_parts_tnt import dot, jit, standardise, through_standardise, tl
 
 
 @jit
@@ -203,7 +201,7 @@ def reverse_kernel(
                 hidden, read_slope, read_curve = activate(z, NAME)
             if NORM:
                 y = read_layer(hidden, W2, S2, T2, A_rows, D_rows, pairs, a, delta, DA, DV, MOMENTUM, DT)
-                y, y_inverse = standardise(y, eps, DV)
+                y, y_inverse = standardise(y, None, eps, DV)
                 g_gain += tl.sum(d_y * y, 0)
                 g_bias += tl.sum(d_y, 0)
                 d_y = through_standardise(scale[None, :] * d_y, y, y_inverse, DV)
@@ -270,9 +268,9 @@ def reverse_kernel(
             g_error = scale[None, :] * d_u
             g_gain += tl.sum(d_u * error + g_error * h, 0)
             g_bias += tl.sum(g_error, 0)
-            d_h = scale[None, :] * g_error - g_delta * (tl.sum(u * h, 1) / DV)[:, None] * inverse
-            d_h -= u * (tl.sum(g_delta * h, 1) / DV)[:, None] * inverse
-            along = (tl.sum(g_delta * delta, 1) / DV)[:, None] * inverse
+            d_h = scale[None, :] * g_error - g_delta * (tl.sum(u * h, 1) / DV)[:, None] * inverse[:, None]
+            d_h -= u * (tl.sum(g_delta * h, 1) / DV)[:, None] * inverse[:, None]
+            along = (tl.sum(g_delta * delta, 1) / DV)[:, None] * inverse[:, None]
             d_y = through_standardise(d_h, h, inverse, DV) - h * along
         g_a += dot(d_y, tl.trans(X2), DT)
         h_X2 += dot(tl.trans(a), d_y, DT)

@@ -12,7 +12,7 @@ thing. Accumulation and state are float32, matrix operands DT. Travels with ever
 
 from __future__ import annotations
 
-from .kernels_parts_tnt import dot, jit, tl
+from .kernels_parts_tnt import dot, jit, standardise, through_standardise, tl
 
 
 @jit
@@ -68,21 +68,6 @@ def activate(z, NAME: tl.constexpr):
 
 
 @jit
-def standardise(y, eps, WIDTH: tl.constexpr):
-    """The LayerNorm without its affine part, and 1 / s."""
-    centred = y - (tl.sum(y, 1) / WIDTH)[:, None]
-    inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / WIDTH + eps)
-    return centred * inverse[:, None], inverse[:, None]
-
-
-@jit
-def through_standardise(grad, h, inverse, WIDTH: tl.constexpr):
-    """grad times the Jacobian of h, which is symmetric."""
-    along = (tl.sum(grad * h, 1) / WIDTH)[:, None]
-    return (grad - (tl.sum(grad, 1) / WIDTH)[:, None] - h * along) * inverse
-
-
-@jit
 def inner_gradient(
     X1, X2, key, value, gain, bias, eps, DEPTH: tl.constexpr, DV: tl.constexpr, NAME: tl.constexpr,
     RESIDUAL: tl.constexpr, NORM: tl.constexpr, DT: tl.constexpr,
@@ -95,7 +80,7 @@ def inner_gradient(
     y = dot(a, X2, DT)
     h, inverse = y, 0.0
     if NORM:
-        h, inverse = standardise(y, eps, DV)
+        h, inverse = standardise(y, None, eps, DV)
         y = gain[None, :] * h + bias[None, :]
     error = y - value
     if RESIDUAL:
@@ -256,7 +241,7 @@ def forward_kernel(
                     hidden, z_slope, z_curve = activate(z, NAME)
                 y = read_layer(hidden, W2, S2, T2, A_rows, D_rows, pairs, a, delta, DA, DV, MOMENTUM, DT)
                 if NORM:
-                    y, y_inverse = standardise(y, eps, DV)
+                    y, y_inverse = standardise(y, None, eps, DV)
                     y = scale[None, :] * y + shift[None, :]
                 if RESIDUAL:
                     y += query.to(tl.float32)

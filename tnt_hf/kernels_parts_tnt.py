@@ -166,9 +166,11 @@ def curve(z, ACT: tl.constexpr):
 
 @jit
 def standardise(y, inside, eps, V: tl.constexpr):
-    """h = (y - mean) / s along each row of V, and 1 / s; h is 0 in rows that are not `inside`."""
+    """h = (y - mean) / s along each row of V, and 1 / s, both 0 in rows that are not `inside` (`None`: all are)."""
     y -= (tl.sum(y, 1) / V)[:, None]
-    inverse = tl.where(inside, 1 / tl.sqrt(tl.sum(y * y, 1) / V + eps), 0.0)
+    inverse = 1 / tl.sqrt(tl.sum(y * y, 1) / V + eps)
+    if inside is not None:
+        inverse = tl.where(inside, inverse, 0.0)
     return y * inverse[:, None], inverse
 
 
