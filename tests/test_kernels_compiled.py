@@ -27,7 +27,8 @@ from ptx_memory import Fault, Memory, Region  # noqa: E402
 from ptx_program import Program  # noqa: E402
 
 
-FILES = sorted(x.name for x in Path(__file__).parent.glob("test_kernels_*.py") if "\ndef case_" in x.read_text())
+TESTS = Path(__file__).parent.glob("test_kernels_*.py")
+FILES = sorted(x.name for x in TESTS if "\ndef test_in_the_interpreter(" in x.read_text())
 EVERYWHERE = [80, 90]
 
 
@@ -43,7 +44,7 @@ def test_with_every_option_of_the_script_for_a_gpu(capability):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", EVERYWHERE)
-@pytest.mark.parametrize("file", [x for x in FILES if x != Path(__file__).name])
+@pytest.mark.parametrize("file", FILES)
 def test_with_the_interpreter_s_cases(file, capability):
     run_cases(str(Path(__file__).with_name(file)), "not slow", capability)
 
