@@ -499,10 +499,8 @@ class TNTModel(TNTPreTrainedModel):
             )
         past, layout = 0, StateLayout.of(self.config)
         if len(layout.specs) != self.memory_count:
-            sizes, count = (
-                self.config.local_chunk_sizes,
-                self.memory_count - (self.config.global_chunk_size is not None),
-            )
+            sizes = self.config.local_chunk_sizes
+            count = self.memory_count - (self.config.global_chunk_size is not None)
             raise ValueError(f"local_chunk_sizes={sizes!r}: needs one entry for each of {count} local memories.")
         if past_key_values is not None:
             check_cache(past_key_values, self.config, layout)
