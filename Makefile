@@ -33,7 +33,7 @@ help:
 	@echo "make test      format and lint checks and the default test suite"
 	@echo "make test-all  the same plus the tests marked slow"
 	@echo "make demo      train a Llama on real text, convert, verify, distil, refine and evaluate it; plots;"
-	@echo "               seven to eight minutes on 2 cores"
+	@echo "               about seven minutes on 2 cores"
 	@echo "make bench     all benchmark suites, most of an hour; results go to $(BENCH_OUT)"
 	@echo "               BENCH_FLAGS=--quick takes minutes; see also: tnt bench --list"
 	@echo "make lint      ruff check and ruff format --check"

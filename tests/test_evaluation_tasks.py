@@ -161,6 +161,12 @@ def test_branches_are_named_as_people_say_it():
     assert memories == ["global memory of 8 tokens off", "local memory of 1 token off", "local memory of 2 tokens off"]
 
 
+@pytest.mark.parametrize("variant", ["mag", "mal", "lmm"])
+def test_attention_is_switched_off_only_where_it_stands_beside_the_memory(variant):
+    names = ablations(tiny_model(variant=variant)).keys()
+    assert "memory off" in names and ("attention off" in names) == (variant == "mag")
+
+
 def test_an_open_memory_matters_and_a_closed_one_does_not():
     rows = Rows.of(documents(40, 25), 40, begin=0)
     opened = tiny_model(memory_gate_init=0.5)
