@@ -71,14 +71,13 @@ class TNTMemoryUnit(nn.Module):
             "grad_bound": config.memory_grad_bound,
         }
         self.config = config
-        self.weights = TNTInitialWeights(
-            [nn.Parameter(torch.empty(H, *shape)) for shape in config.memory_weight_shapes]
-        )
+        self.weights = TNTInitialWeights([nn.Parameter(torch.empty(H, *s)) for s in config.memory_weight_shapes])
         self.lr_proj = TNTGateLinear(config.hidden_size, H, 0.0)
         self.momentum_proj = TNTGateLinear(config.hidden_size, H, 0.0) if config.memory_momentum else None
         self.decay_proj = TNTGateLinear(config.hidden_size, H, DECAY_BIAS) if config.memory_decay else None
         self.norm_weight = nn.Parameter(torch.empty(H, D)) if config.memory_layernorm else None
         self.norm_bias = nn.Parameter(torch.empty(H, D)) if config.memory_layernorm else None
+        self.to(wide(torch.get_default_dtype()))  # which is the model's while it is made
 
     def forward(
         self,

@@ -104,15 +104,18 @@ class TNTMemoryGate(TNTMixingWeight):
         super().__init__()
         self.kind, self.start, self.heads = config.memory_gate, config.memory_gate_init, config.num_attention_heads
         channels = config.num_attention_heads * config.head_dim
+        dtype = wide(torch.get_default_dtype())  # which is the model's while it is made
         if self.kind == "add":
-            self.scale = nn.Parameter(torch.empty(channels))
+            self.scale = nn.Parameter(torch.empty(channels, dtype=dtype))
             self.proj = TNTGateLinear(config.hidden_size, config.num_attention_heads, zero_weight=True)
         elif self.kind == "product":
             self.proj = TNTGateLinear(channels, channels, zero_weight=True)
         elif self.kind == "published":
             self.norm = TNTRMSNorm(config.head_dim, eps=config.rms_norm_eps)
         else:
-            self.weight = nn.Buffer(torch.empty(()))  # scheduled by the training recipe and saved with the model
+            self.weight = nn.Buffer(
+                torch.empty((), dtype=dtype)
+            )  # scheduled by the training recipe and saved with the model
             self.is_memory_as_gate = True
 
     def forward(self, attn: Tensor | None, memory: Tensor, hidden_states: Tensor) -> Tensor:
