@@ -22,15 +22,20 @@ PIP := $(PIP_ALOUD) --quiet
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-tests
 
+# constraints.txt has the oldest release of transformers that pyproject.toml allows; the tests pass with this one, too.
+NEWEST_TRANSFORMERS ?= 5.24.0
+NEWEST := $(VENV)-newest
+
 # Test workers and the jobs of the demo share the cores, one torch thread each.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-all lint format demo bench clean
+.PHONY: help install test test-newest test-all lint format demo bench clean
 
 help:
 	@echo "make test      format and lint checks and the default test suite"
+	@echo "make test-newest  the same suite with transformers $(NEWEST_TRANSFORMERS), in $(NEWEST)"
 	@echo "make test-all  the same plus the tests marked slow"
 	@echo "make demo      train a Llama on real text, convert, verify, distil, refine and evaluate it; plots;"
 	@echo "               about seven minutes on 2 cores"
@@ -69,6 +74,12 @@ install: $(TESTS)
 test: $(TESTS)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
+test-newest:
+	$(MAKE) install VENV=$(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps transformers==$(NEWEST_TRANSFORMERS)
+	$(NEWEST)/bin/python -m pip check
+	$(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
 test-all: $(TESTS)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'slow or not slow'
 
@@ -88,4 +99,4 @@ bench: $(STAMP)
 	  $(PY) -m tnt_hf.cli bench $$suite --out $(BENCH_OUT) $(BENCH_FLAGS) || exit; done
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .cache build dist *.egg-info
+	rm -rf $(VENV) $(NEWEST) .pytest_cache .ruff_cache .hypothesis .cache build dist *.egg-info

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from tnt_hf.cache_name_tnt import CACHE_NAME
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -28,7 +30,7 @@ class Architecture:
     attention_class: str
     layers: str = "layers"
     attention: str = "self_attn"
-    cache: str = "past_key_values"
+    cache: str = CACHE_NAME
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     fused: str | None = None
     conv1d: bool = False

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, find_packed_sequence_indices, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.continuation_tnt import check_continuation
 from tnt_hf.masks_tnt import document_ids
 from tnt_hf.window_tnt import window_attention, window_of
@@ -71,13 +72,13 @@ def enter_model(
             f"attn_implementation={config._attn_implementation!r}: was changed after inject(), which would switch the"
             " memory off; unload(), change it, and inject again."
         )
-    mask, cache = given.get("attention_mask"), given.get("past_key_values")
+    if (older := given.pop("past_key_values", None)) is not None:
+        given[CACHE_NAME] = older
+    mask, cache = given.get("attention_mask"), given.get(CACHE_NAME)
     injected = [attention for attention in row.attention_modules(module) if is_injected(attention)]
     if is_disabled(injected[0]):
         if getattr(cache, "tnt_injection", None) is not None and cache.get_seq_length():
-            raise ValueError(
-                "past_key_values was filled with the memory on, which disable_adapter() has switched off."
-            )
+            raise ValueError(f"{CACHE_NAME} was filled with the memory on, which disable_adapter() has switched off.")
         given[ARGUMENT] = MemoryCall(None, None)
         return (), given
     slots = {attention.layer_idx: attention.memory.state_slots for attention in injected}
@@ -90,7 +91,7 @@ def enter_model(
     if segment_ids is not None:
         given["use_cache"] = False  # with a cache, attention would not tell documents apart
     elif cache is None and _uses_cache(module, given.get("use_cache")):
-        cache = given["past_key_values"] = DynamicCache(config=config)
+        cache = given[CACHE_NAME] = DynamicCache(config=config)
         make_stateful(cache, slots, config.num_hidden_layers, config.tnt_injection)
     if cache is not None:
         check_continuation(cache, mask, cache.get_seq_length(), T)

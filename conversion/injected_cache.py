@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.cache_tnt import TNTFullLayer, TNTSlidingLayer
 
 
@@ -29,7 +30,7 @@ def make_stateful(cache: Any, slots: dict[int, int], count: int, settings: dict[
     Give the layers of an empty cache room for memory, or check that a used one has it.
 
     Args:
-        cache: what came as `past_key_values`.
+        cache: what came as the model's cache.
         slots: number of state tensors by layer index. count: layers of the model.
         settings: of the injection; a cache remembers those it was filled with.
 
@@ -39,7 +40,7 @@ def make_stateful(cache: Any, slots: dict[int, int], count: int, settings: dict[
     """
     hint = "pass an empty DynamicCache(config=model.config), or none"
     if not isinstance(cache, Cache):
-        raise ValueError(f"past_key_values: {type(cache).__name__} is no Cache of transformers; {hint}.")
+        raise ValueError(f"{CACHE_NAME}: {type(cache).__name__} is no Cache of transformers; {hint}.")
     settings = {**settings, "slots": slots}
     filled_with = getattr(cache, "tnt_injection", None)
     if filled_with == settings:
@@ -47,26 +48,26 @@ def make_stateful(cache: Any, slots: dict[int, int], count: int, settings: dict[
     if filled_with is not None and cache.get_seq_length():
         names = [name for name in settings if filled_with.get(name) != settings[name]]
         raise ValueError(
-            f"past_key_values was filled with another injection: {names[0]}={filled_with.get(names[0])!r}, the model"
+            f"{CACHE_NAME} was filled with another injection: {names[0]}={filled_with.get(names[0])!r}, the model"
             f" has {settings[names[0]]!r}."
         )
     if not isinstance(cache, DynamicCache):
-        raise ValueError(f"past_key_values: {type(cache).__name__} keeps no memory state; {hint}.")
+        raise ValueError(f"{CACHE_NAME}: {type(cache).__name__} keeps no memory state; {hint}.")
     if cache.offloading:
-        raise ValueError(f"past_key_values: offloading=True does not move the memory's state; {hint}.")
+        raise ValueError(f"{CACHE_NAME}: offloading=True does not move the memory's state; {hint}.")
     if cache.get_seq_length():
         raise ValueError(
-            f"past_key_values holds {cache.get_seq_length()} tokens, but no memory of them: it was filled before"
+            f"{CACHE_NAME} holds {cache.get_seq_length()} tokens, but no memory of them: it was filled before"
             f" inject(); {hint}."
         )
     layers = list(cache.layers)
     if cache.layer_class_to_replicate is not None:
         layers += [cache.layer_class_to_replicate() for _ in range(count - len(layers))]
     if len(layers) != count:
-        raise ValueError(f"past_key_values has {len(layers)} layers, the model has {count}; {hint}.")
+        raise ValueError(f"{CACHE_NAME} has {len(layers)} layers, the model has {count}; {hint}.")
     for i, number in slots.items():
         if type(layers[i]) not in (DynamicLayer, DynamicSlidingWindowLayer, InjectedFullLayer, InjectedSlidingLayer):
-            raise ValueError(f"past_key_values: layer {i} is a {type(layers[i]).__name__}; {hint}.")
+            raise ValueError(f"{CACHE_NAME}: layer {i} is a {type(layers[i]).__name__}; {hint}.")
         if layers[i].is_sliding:
             layers[i] = InjectedSlidingLayer(layers[i].sliding_window, number)
         else:
@@ -86,9 +87,7 @@ def note_tokens(cache: Cache, count: int) -> None:
         return
     past, known = cache.get_seq_length(), getattr(cache, "tokens_remembered", 0)
     if past and known is not None and past != known:
-        raise ValueError(
-            f"past_key_values holds {past} tokens, its memory has seen {known}: it was changed elsewhere."
-        )
+        raise ValueError(f"{CACHE_NAME} holds {past} tokens, its memory has seen {known}: it was changed elsewhere.")
     cache.tokens_remembered = past + count
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tnt_hf.cache_name_tnt import CACHE_NAME
+
 
 ROWS = 64  # rows of logits held in float64 at once
 # Largest distance of a token's logits, in standard deviations of all logits, that rounding explains where two ways of
@@ -118,8 +120,8 @@ def in_pieces(model: nn.Module, ids: Tensor, pieces: list[int]) -> tuple[Tensor,
     logits, cache = [], None
     for part in ids.split(pieces, 1):
         with torch.no_grad():
-            out = model(input_ids=part, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+            out = model(input_ids=part, use_cache=True, **{CACHE_NAME: cache})
+        cache = getattr(out, CACHE_NAME)
         logits.append(out.logits)
     return torch.cat(logits, 1), cache
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.derivative_tnt import once_differentiable
 
 
@@ -125,9 +126,7 @@ def blocked_causal_attention(
         if value_ is not allowed and value_ != allowed:
             raise ValueError(f"{name}={value_!r}: attn_implementation={NAME!r} is for whole rows only.")
     if key.shape[2] != T:
-        raise ValueError(
-            f"past_key_values holds {key.shape[2] - T} tokens: attn_implementation={NAME!r} has no cache."
-        )
+        raise ValueError(f"{CACHE_NAME} holds {key.shape[2] - T} tokens: attn_implementation={NAME!r} has no cache.")
     q = (query * (D**-0.5 if scaling is None else scaling)).flatten(0, 1)
     groups = H // key.shape[1]
     k, v = ((x if groups == 1 else x.repeat_interleave(groups, 1)).flatten(0, 1) for x in (key, value))

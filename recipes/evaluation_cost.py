@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.recipes.memory_statistics import host_of
 
 
@@ -30,7 +31,7 @@ def cache_bytes(cache: Any) -> tuple[int, int]:
     if cache is None:
         return 0, 0
     if not hasattr(cache, "layers"):
-        raise ValueError(f"past_key_values: a {type(cache).__name__} has no layers whose tensors could be measured")
+        raise ValueError(f"{CACHE_NAME}: a {type(cache).__name__} has no layers whose tensors could be measured")
     state = [
         tensor
         for layer in cache.layers
@@ -70,10 +71,10 @@ def cost_at(model: nn.Module, ids: Tensor) -> dict[str, Any]:
     prefill, decode, cache = [], [], None
     for repeat in range(REPEATS + 1):
         start = _clock(ids.device)
-        cache = model(input_ids=prefix, use_cache=True, **last_only).past_key_values
+        cache = getattr(model(input_ids=prefix, use_cache=True, **last_only), CACHE_NAME)
         read = _clock(ids.device)
         for token in others if cache is not None else ():
-            cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
+            cache = getattr(model(input_ids=token, use_cache=True, **{CACHE_NAME: cache}), CACHE_NAME)
         end = _clock(ids.device)
         if repeat:  # the first one warms up
             prefill.append(prefix.shape[1] / (read - start))

@@ -27,7 +27,7 @@ PACKAGES = {
 # Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, denormals,
 # derivative, grid, coefficients, network, scan, block, reverse, projection and step belong to memory_tnt (torch only),
 # kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, features, convolution,
-# masks and continuation to modeling_tnt, state to cache_tnt.
+# masks, continuation and cache_name to modeling_tnt, state to cache_tnt.
 ARROWS = {
     "configuration_tnt": set(),
     "costs_tnt": {"configuration_tnt"},
@@ -118,7 +118,7 @@ ARROWS = {
     "tokens_tnt": {"convolution_tnt", "kernels_features_tnt", "precision_tnt", "projection_tnt"},
     "kernels_features_tnt": {"derivative_tnt", "kernels_parts_tnt"},
     "window_tnt": {"precision_tnt"},
-    "masks_tnt": {"cache_tnt", "configuration_tnt", "grid_tnt", "window_tnt"},
+    "masks_tnt": {"cache_name_tnt", "cache_tnt", "configuration_tnt", "grid_tnt", "window_tnt"},
     "modeling_tnt": {
         "window_tnt",
         "masks_tnt",
@@ -130,13 +130,19 @@ ARROWS = {
         "continuation_tnt",
         "state_tnt",
         "branch_tnt",
+        "cache_name_tnt",
         "convolution_tnt",
     },
-    "continuation_tnt": {"cache_tnt", "configuration_tnt", "state_tnt"},
+    "cache_name_tnt": set(),
+    "continuation_tnt": {"cache_name_tnt", "cache_tnt", "configuration_tnt", "state_tnt"},
 }
-TORCH_ONLY = {name for name, siblings in ARROWS.items() if "configuration_tnt" not in siblings} - {"configuration_tnt"}
+TORCH_ONLY = {name for name, siblings in ARROWS.items() if "configuration_tnt" not in siblings} - {
+    "configuration_tnt",
+    "cache_name_tnt",
+}
 HUB_PACKAGES = {"torch", "transformers", "huggingface_hub", "safetensors"}
 NO_TENSORS = {
+    "cache_name_tnt",
     "derivative_tnt",
     "configuration_tnt",
     "costs_tnt",

@@ -11,6 +11,7 @@ from tiny import MODES, left_padded, tiny_config, tiny_model, tokens
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from tnt_hf import TNTCache, memory_state_bytes
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.cache_tnt import FINGERPRINT
 from tnt_hf.costs_tnt import key_value_bytes, memory_state_shapes
 from tnt_hf.state_tnt import StateLayout
@@ -329,7 +330,7 @@ def test_a_session_remembers_that_it_holds_padding(tmp_path):
     ids, mask = left_padded([tokens(21), tokens(10)])
     filled(model, ids, attention_mask=mask).save(tmp_path / "session.safetensors")
     cache = TNTCache.load(tmp_path / "session.safetensors", model.config)
-    with pytest.raises(ValueError, match="some of the 21 tokens in past_key_values are padding"):
+    with pytest.raises(ValueError, match=f"some of the 21 tokens in {CACHE_NAME} are padding"):
         model(tokens(2, 1), past_key_values=cache)
 
 
@@ -517,5 +518,5 @@ def test_masks_and_caches_have_the_shape_of_the_call():
             model(ids, attention_mask=torch.ones(shape), use_cache=False)
     with torch.no_grad():
         cache = model(ids).past_key_values
-        with pytest.raises(ValueError, match="past_key_values holds 2 rows, and 1 are given"):
+        with pytest.raises(ValueError, match=f"{CACHE_NAME} holds 2 rows, and 1 are given"):
             model(ids[:1, :2], past_key_values=cache)

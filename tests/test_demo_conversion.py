@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from tnt_hf import TNTConfig, TNTForCausalLM
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.recipes import blocked_attention, demo_conversion
 from tnt_hf.recipes.demo_conversion import PRECISIONS, ConversionPlan, measured_on
 from tnt_hf.recipes.demo_conversion_report import conversion_results, draw, recovered
@@ -99,7 +100,7 @@ def test_attention_in_blocks_refuses_what_it_would_ignore():
     mask[0, 0] = 0
     with pytest.raises(ValueError, match="attention_mask"):
         model(input_ids=ids, attention_mask=mask, use_cache=False)
-    with torch.no_grad(), pytest.raises(ValueError, match="past_key_values.*9"):
+    with torch.no_grad(), pytest.raises(ValueError, match=f"{CACHE_NAME}.*9"):
         model(input_ids=ids[:, :1], past_key_values=model(input_ids=ids, use_cache=True).past_key_values)
     with pytest.raises(ValueError, match="dropout=0.1"):
         x = torch.zeros(1, 1, 2, 4)

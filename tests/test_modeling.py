@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from tiny import MODES, TINY, left_padded, tiny_config, tiny_model, tokens
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM, TNTModel
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.presets import PRESETS
 
 
@@ -301,7 +303,7 @@ def test_continuation_needs_the_whole_mask():
         model.generate(ids[:, :2], attention_mask=torch.ones(2, 2), past_key_values=past, max_new_tokens=2)
     with pytest.raises(ValueError, match="2-D mask"):
         model(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
-    with pytest.raises(ValueError, match="past_key_values"):
+    with pytest.raises(ValueError, match=CACHE_NAME):
         model(ids, past_key_values="a cache")
     with pytest.raises(ValueError, match="create_masks_for_generate"):
         model(ids, attention_mask={"sliding_attention": None})
@@ -382,10 +384,10 @@ def test_surprise_falls_on_a_repeated_sequence():
 def test_state_and_weights_stay_float32_in_half_precision(tmp_path):
     tiny_model(torch.float32).save_pretrained(tmp_path)
     model = TNTForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    unit = model.model.layers[0].memory.memories[0]
-    assert unit.weights[0].dtype == unit.lr_proj.weight.dtype == torch.float32
-    assert model.model.layers[0].memory.gate.scale.dtype == torch.float32
-    assert model.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+    for each in (model, AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)):
+        memory = each.model.layers[0].memory
+        assert {x.dtype for x in (memory.gate.scale, *memory.memories.parameters())} == {torch.float32}
+        assert each.model.layers[0].self_attn.q_proj.weight.dtype == memory.gate.proj.weight.dtype == torch.bfloat16
     ids = tokens(2, 37)
     single = tiny_model(torch.float32)
     with torch.no_grad():

@@ -229,7 +229,7 @@ class TNTMemory(nn.Module):
         self,
         hidden_states: Tensor,
         shared: tuple[Tensor, Tensor, Tensor] | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         layout: StateLayout | None = None,
         mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
@@ -248,8 +248,8 @@ class TNTMemory(nn.Module):
             m `[B, T, Q]` in the dtype of `hidden_states` and the surprise `[B, T]` or `None`.
         """
         layout = StateLayout.of(self.config) if layout is None else layout
-        dtype, keep = wide(hidden_states.dtype), past_key_values is not None
-        state = LayerState.read(past_key_values, self.layer_idx, layout) if keep else None
+        dtype, keep = wide(hidden_states.dtype), cache is not None
+        state = LayerState.read(cache, self.layer_idx, layout) if keep else None
         if hidden_states.shape[1] == 1 and segment_ids is None and self._steps_in_place(state, dtype):
             return self._step(hidden_states, shared, layout, state, mask, clock, output_surprise)
         if shared is None:
@@ -276,7 +276,7 @@ class TNTMemory(nn.Module):
             o = o if self.norm is None else self.norm(o)
         if keep:
             new_state.conv = conv
-            new_state.write(past_key_values, self.layer_idx, layout)
+            new_state.write(cache, self.layer_idx, layout)
         return o.flatten(-2).to(hidden_states.dtype), surprise
 
     def _operands_of_kernels(self, operands, dtype, layout, device) -> torch.dtype | None:

@@ -126,7 +126,7 @@ class TNTConfig(PreTrainedConfig):
     """
 
     model_type = "tnt"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     vocab_size: int = 32000
     hidden_size: int = 1024

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, QuantizedCache
 from transformers.generation import StoppingCriteriaList
 
+from .cache_name_tnt import CACHE_NAME
 from .cache_tnt import FINGERPRINT, TNTCache
 from .configuration_tnt import TNTConfig
 from .state_tnt import StateLayout
@@ -25,12 +26,12 @@ def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None
     Refuse what cannot hold a memory, before any compute.
 
     Raises:
-        ValueError: `past_key_values` is no cache, an offloaded or quantized one, a config-less `DynamicCache()`, or
+        ValueError: the cache is no cache, an offloaded or quantized one, a config-less `DynamicCache()`, or
             one of another architecture or with other chunk sizes, whose state means something else here.
     """
     if not isinstance(cache, Cache):
         raise ValueError(
-            f"past_key_values must be a transformers Cache such as TNTCache(config), got {type(cache).__name__}."
+            f"{CACHE_NAME} must be a transformers Cache such as TNTCache(config), got {type(cache).__name__}."
         )
     fields, layout = vars(config), StateLayout.of(config) if layout is None else layout
     if isinstance(cache, TNTCache) and any(cache.fingerprint[name] != fields[name] for name in FINGERPRINT):
@@ -39,16 +40,16 @@ def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None
         return
     hint = "use TNTCache(model.config)"
     if cache.offloading:
-        raise ValueError(f"past_key_values: offloading=True does not move the memory's state; {hint}.")
+        raise ValueError(f"{CACHE_NAME}: offloading=True does not move the memory's state; {hint}.")
     if isinstance(cache, QuantizedCache):
-        raise ValueError(f"past_key_values: {type(cache).__name__} keeps no memory state; {hint}.")
+        raise ValueError(f"{CACHE_NAME}: {type(cache).__name__} keeps no memory state; {hint}.")
     if cache.layer_class_to_replicate is not None:
         raise ValueError(
-            f"past_key_values: {type(cache).__name__}() without config has no place for the memory's state; {hint}."
+            f"{CACHE_NAME}: {type(cache).__name__}() without config has no place for the memory's state; {hint}."
         )
     if len(cache.layers) != fields["num_hidden_layers"]:
         raise ValueError(
-            f"past_key_values has {len(cache.layers)} layers, num_hidden_layers={config.num_hidden_layers}; {hint}."
+            f"{CACHE_NAME} has {len(cache.layers)} layers, num_hidden_layers={config.num_hidden_layers}; {hint}."
         )
     if not isinstance(cache, TNTCache):
         if (filled_with := getattr(cache, "filled_with", None)) is None:
@@ -62,11 +63,11 @@ def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None
         layer = cache.layers[i]
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
             raise ValueError(
-                f"past_key_values: layer {i} is a {type(layer).__name__}, which keeps no memory state; {hint}."
+                f"{CACHE_NAME}: layer {i} is a {type(layer).__name__}, which keeps no memory state; {hint}."
             )
         if layer.number_of_states != layout.slots:
             raise ValueError(
-                f"past_key_values: layer {i} has {layer.number_of_states} state slots, but"
+                f"{CACHE_NAME}: layer {i} has {layer.number_of_states} state slots, but"
                 f" local_chunk_sizes={config.local_chunk_sizes} needs {layout.slots}; {hint}."
             )
 
@@ -88,14 +89,14 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
             return
         if attention_mask.shape[1] != past + length:
             raise ValueError(
-                f"attention_mask has {attention_mask.shape[1]} columns, but past_key_values holds {past} tokens and"
+                f"attention_mask has {attention_mask.shape[1]} columns, but {CACHE_NAME} holds {past} tokens and"
                 f" {length} are new: it must cover all {past + length}."
             )
         if length > 1:  # `generate` looks at the start, and a token later its mask has a column more
             check_mask(cache, attention_mask, past)
     elif attention_mask is None and getattr(cache, "holds_padding", False):
         raise ValueError(
-            f"attention_mask is None or all ones, but some of the {past} tokens in past_key_values are padding"
+            f"attention_mask is None or all ones, but some of the {past} tokens in {CACHE_NAME} are padding"
             f" (`generate` feeds rows that have ended padding): pass the mask of all {past + length} tokens."
         )
 
@@ -103,13 +104,13 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
 def check_batch(cache: Cache | None, attention_mask: Any, past: int | Tensor, batch: int, length: int) -> None:
     """
     Raises:
-        ValueError: `attention_mask` is not `[B, past + T]`, or `past_key_values` holds another number of rows.
+        ValueError: `attention_mask` is not `[B, past + T]`, or the cache holds another number of rows.
     """
     if torch.compiler.is_compiling():
         return
     read, shape = None if cache is None else tokens_read(cache), (batch, int(past) + length)
     if read is not None and len(read) != batch:
-        raise ValueError(f"past_key_values holds {len(read)} rows, and {batch} are given: a row goes on from its own.")
+        raise ValueError(f"{CACHE_NAME} holds {len(read)} rows, and {batch} are given: a row goes on from its own.")
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 and attention_mask.shape != shape:
         raise ValueError(
             f"attention_mask has the shape {list(attention_mask.shape)}: it must be {list(shape)}, a column for each"

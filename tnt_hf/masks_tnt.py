@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from .cache_name_tnt import CACHE_NAME
 from .cache_tnt import TNTCache
 from .configuration_tnt import TNTConfig
 from .grid_tnt import document_starts
@@ -24,7 +25,7 @@ def build_masks(
     config: TNTConfig,
     inputs_embeds: Tensor,
     attention_mask: Tensor | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     segment_ids: Tensor | None = None,
 ) -> dict[str, Any]:
     """
@@ -41,17 +42,17 @@ def build_masks(
     """
     _refuse_impossible(config, attention_mask, segment_ids)
     T, P, implementation = inputs_embeds.shape[1], config.num_persistent_tokens, config._attn_implementation
-    masks: dict[str, Any] = {"memory": _memory_mask(attention_mask, T, past_key_values)}
+    masks: dict[str, Any] = {"memory": _memory_mask(attention_mask, T, cache)}
     given = attention_mask is not None and attention_mask.ndim != 2  # a finished mask of attention
-    padded = masks["memory"] is not None or getattr(past_key_values, "holds_padding", False)
-    if T == 1 and not given and not padded and sees_whole_cache(config, past_key_values):
+    padded = masks["memory"] is not None or getattr(cache, "holds_padding", False)
+    if T == 1 and not given and not padded and sees_whole_cache(config, cache):
         return masks | {
-            "sliding_attention": _full_window(config, past_key_values, inputs_embeds),
+            "sliding_attention": _full_window(config, cache, inputs_embeds),
             "full_attention": None,
         }
     by_valid_tokens = padded and implementation in ("sdpa", "eager")
-    by_valid_tokens = by_valid_tokens and isinstance(past_key_values, TNTCache | None)
-    in_blocks = implementation == "sdpa" and not given and isinstance(past_key_values, TNTCache | None)
+    by_valid_tokens = by_valid_tokens and isinstance(cache, TNTCache | None)
+    in_blocks = implementation == "sdpa" and not given and isinstance(cache, TNTCache | None)
     in_blocks = in_blocks and not (padded and torch.compiler.is_compiling())
     same_document = None
     if segment_ids is not None:
@@ -64,7 +65,7 @@ def build_masks(
         name = "sliding_attention" if "sliding" in kind else "full_attention"
         if i in memory_only or name in masks:
             continue
-        cached = 0 if not isinstance(past_key_values, TNTCache) else past_key_values.cached_window(i)
+        cached = 0 if not isinstance(cache, TNTCache) else cache.cached_window(i)
         width = config.sliding_window if name == "sliding_attention" else None
         if in_blocks and (width is not None or not padded):
             valid = _keys(attention_mask, T, cached)[1] if padded else None
@@ -82,7 +83,7 @@ def build_masks(
                 config=config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                **{CACHE_NAME: cache},
                 position_ids=None,
                 and_mask_function=same_document,
                 layer_idx=i,

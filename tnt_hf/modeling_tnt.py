@@ -40,6 +40,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .branch_tnt import Beside, TNTInitialWeights, TNTMemory, TNTMemoryUnit
+from .cache_name_tnt import CACHE_NAME, CACHE_NAMES, with_cache_name
 from .cache_tnt import TNTCache
 from .configuration_tnt import LAYER_TYPES, TNTConfig
 from .continuation_tnt import EndedRows, NotingCriteria, check_batch, check_cache, check_continuation, check_mask
@@ -198,7 +199,7 @@ class TNTAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         memory: Beside | None = None,
         memory_inputs: dict[str, Any] | None = None,
         valid: Tensor | None = None,
@@ -212,7 +213,7 @@ class TNTAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if memory is not None:
             shared = tuple(x.flatten(-2) for x in (query, key, value)) if memory.shared else None
-            memory_output, _ = memory(hidden_states, shared, past_key_values, **memory_inputs)
+            memory_output, _ = memory(hidden_states, shared, cache, **memory_inputs)
 
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if query.shape[2] == 1:  # for one token the number of calls is what counts: query and key heads as one
@@ -220,9 +221,9 @@ class TNTAttention(nn.Module):
             query, key = both.split([query.shape[1], key.shape[1]], 1)
         else:
             query, key = (apply_rotary_pos_emb(x, *position_embeddings) for x in (query, key))
-        if past_key_values is not None:
+        if cache is not None:
             # Our own layers use `valid` to keep a window of valid tokens, the library's ignore it.
-            key, value = past_key_values.update(key, value, self.layer_idx, valid=valid)
+            key, value = cache.update(key, value, self.layer_idx, valid=valid)
             if self.sliding_window == 1:  # the library's dynamic layer never drops anything at a window of 1
                 key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]
         if self.num_persistent_tokens:
@@ -265,35 +266,36 @@ class TNTDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = TNTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = TNTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    @with_cache_name
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         memory_inputs: dict[str, Any] | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Tensor:
-        if self.layer_idx in getattr(past_key_values, "unplaced", ()):
-            past_key_values.place(self.layer_idx, hidden_states)
+        if self.layer_idx in getattr(cache, "unplaced", ()):
+            cache.place(self.layer_idx, hidden_states)
         if self.variant == "mal":
             hidden_states = hidden_states + self._memory_layer(
-                self.memory.input_layernorm(hidden_states), past_key_values, memory_inputs
+                self.memory.input_layernorm(hidden_states), cache, memory_inputs
             )
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         if self.variant == "lmm":
-            if past_key_values is not None:
+            if cache is not None:
                 # Keys of no width: nothing is stored, but the cache goes on counting positions.
                 empty = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 0)
-                past_key_values.update(empty, empty, self.layer_idx)
-            hidden_states = self._memory_layer(hidden_states, past_key_values, memory_inputs)
+                cache.update(empty, empty, self.layer_idx)
+            hidden_states = self._memory_layer(hidden_states, cache, memory_inputs)
         else:
             hidden_states, _ = self.self_attn(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                cache=cache,
                 memory=Beside(self.memory) if self.variant == "mag" else None,
                 memory_inputs=memory_inputs,
                 valid=memory_inputs["mask"],
@@ -302,8 +304,8 @@ class TNTDecoderLayer(GradientCheckpointingLayer):
         hidden_states = residual + hidden_states
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
-    def _memory_layer(self, x: Tensor, past_key_values: Cache | None, memory_inputs: dict[str, Any]) -> Tensor:
-        memory_output, _ = self.memory(x, None, past_key_values, **memory_inputs)
+    def _memory_layer(self, x: Tensor, cache: Cache | None, memory_inputs: dict[str, Any]) -> Tensor:
+        memory_output, _ = self.memory(x, None, cache, **memory_inputs)
         return self.memory.o_proj(self.memory.gate(None, memory_output, x))
 
 
@@ -317,7 +319,7 @@ class TNTPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["TNTDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = list(CACHE_NAMES)
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -457,6 +459,7 @@ class TNTModel(TNTPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @with_cache_name
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -464,7 +467,7 @@ class TNTModel(TNTPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: Tensor | dict[str, Any] | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         output_surprise: bool | None = None,
@@ -475,11 +478,11 @@ class TNTModel(TNTPreTrainedModel):
             input_ids: `[B, T]`, or `inputs_embeds` `[B, T, hidden]`.
             attention_mask: `[B, past + T]` of all tokens so far, 0 = padding; or the dict of [`build_masks`].
             position_ids: `[B, T]`; positions that restart inside a row start a new document (packing).
-            past_key_values: [`TNTCache`], or the library's dynamic or static cache made with this config.
+            cache: [`TNTCache`], or the library's dynamic or static cache made with this config.
             output_surprise: also return `surprise`, per memory layer `[B, T]`.
 
         Returns:
-            `last_hidden_state` `[B, T, hidden]`, `past_key_values` unless `use_cache=False`, and what was asked for.
+            `last_hidden_state` `[B, T, hidden]`, `cache` unless `use_cache=False`, and what was asked for.
 
         Raises:
             ValueError: both or none of `input_ids` and `inputs_embeds`; a cache that cannot hold a memory; a mask that
@@ -502,28 +505,28 @@ class TNTModel(TNTPreTrainedModel):
             sizes = self.config.local_chunk_sizes
             count = self.memory_count - (self.config.global_chunk_size is not None)
             raise ValueError(f"local_chunk_sizes={sizes!r}: needs one entry for each of {count} local memories.")
-        if past_key_values is not None:
-            check_cache(past_key_values, self.config, layout)
-            past = past_key_values.get_seq_length()
-            check_continuation(past_key_values, attention_mask, past, T)
-        check_batch(past_key_values, attention_mask, past, B, T)
+        if cache is not None:
+            check_cache(cache, self.config, layout)
+            past = cache.get_seq_length()
+            check_continuation(cache, attention_mask, past, T)
+        check_batch(cache, attention_mask, past, B, T)
 
         segment_ids = None
-        if past_key_values is None or not torch.compiler.is_compiling():
+        if cache is None or not torch.compiler.is_compiling():
             known = attention_mask.get("memory") if isinstance(attention_mask, dict) else attention_mask
             known = known[:, -T:].to(torch.bool) if known is not None and known.ndim == 2 else None
             segment_ids = document_ids(position_ids, known, B, T, kwargs)
-        if segment_ids is not None and past_key_values is not None:
+        if segment_ids is not None and cache is not None:
             raise ValueError(
-                "position_ids restart inside a row (packed documents) while past_key_values is given: a cache holds"
+                f"position_ids restart inside a row (packed documents) while {CACHE_NAME} is given: a cache holds"
                 " one document per row."
             )
-        if use_cache and past_key_values is None and segment_ids is None:
-            past_key_values = TNTCache(self.config)
+        if use_cache and cache is None and segment_ids is None:
+            cache = TNTCache(self.config)
 
         masks = attention_mask
         if not isinstance(masks, dict):
-            masks = build_masks(self.config, inputs_embeds, attention_mask, past_key_values, segment_ids)
+            masks = build_masks(self.config, inputs_embeds, attention_mask, cache, segment_ids)
         if position_ids is None:
             position_ids = (torch.arange(T, device=inputs_embeds.device) + past).unsqueeze(0)
             position_ids = default_positions(self.config, position_ids, attention_mask, segment_ids)
@@ -535,25 +538,25 @@ class TNTModel(TNTPreTrainedModel):
             "mask": masks.get("memory"),
             "segment_ids": segment_ids,
             "output_surprise": output_surprise,
-            "clock": one_token_clock(past_key_values, layout, masks.get("memory")) if T == 1 else None,
+            "clock": one_token_clock(cache, layout, masks.get("memory")) if T == 1 else None,
         }
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+        named = {CACHE_NAME: cache}  # so that gradient checkpointing finds it
         for kind, layer in zip(self.config.layer_types, self.layers):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks.get("sliding_attention" if "sliding" in kind else "full_attention"),
                 memory_inputs=memory_inputs,
-                past_key_values=past_key_values,
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
+                **named,
                 **kwargs,
             )
         hidden_states = self.norm(hidden_states)
-        return TNTModelOutputWithPast(
-            last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None
-        )
+        kept = {CACHE_NAME: cache if use_cache else None}
+        return TNTModelOutputWithPast(last_hidden_state=hidden_states, **kept)
 
 
 class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
@@ -568,13 +571,14 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @with_cache_name
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: Tensor | dict[str, Any] | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -590,7 +594,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
 
         Returns:
             `logits` `[B, kept, vocab_size]` in the model's dtype, and with `labels` the float32 `loss` in nats per
-            scored token; `past_key_values` unless `use_cache=False`; `surprise`, per memory layer `[B, T]`, if asked.
+            scored token; `cache` unless `use_cache=False`; `surprise`, per memory layer `[B, T]`, if asked.
 
         Raises:
             ValueError: as in [`TNTModel.forward`].
@@ -599,7 +603,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -611,7 +615,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         return TNTCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             surprise=outputs.surprise,
@@ -627,17 +631,18 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         return super().init_continuous_batching(*args, **kwargs)
 
     @staticmethod
+    @with_cache_name
     def create_masks_for_generate(
         config: TNTConfig,
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         **_: Any,
     ) -> dict[str, Any]:
         """Masks of a compiled decoding step, see [`build_masks`]."""
-        check_cache(past_key_values, config)
-        check_continuation(past_key_values, attention_mask, past_key_values.get_seq_length(), inputs_embeds.shape[1])
-        return build_masks(config, inputs_embeds, attention_mask, past_key_values)
+        check_cache(cache, config)
+        check_continuation(cache, attention_mask, cache.get_seq_length(), inputs_embeds.shape[1])
+        return build_masks(config, inputs_embeds, attention_mask, cache)
 
     def _get_static_cache_init_shape(self):
         # The memory-only variant keeps keys of no width, which the cache learns from its first update.
@@ -645,7 +650,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """[`TNTCache`] by default; what cannot hold a memory is refused here, before any compute."""
-        kind, cache = generation_config.cache_implementation, model_kwargs.get("past_key_values")
+        kind, cache = generation_config.cache_implementation, model_kwargs.get(CACHE_NAME)
         if self.config.memory_layer_indices and kind is not None and ("offloaded" in kind or kind == "quantized"):
             raise ValueError(f"cache_implementation={kind!r} keeps no memory state; use None, 'dynamic' or 'static'.")
         if cache is not None:
@@ -655,17 +660,17 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
             columns = getattr(generation_config, "_mask_length", past + 1) if mask is None else mask.shape[1]
             if 0 < past >= columns:
                 raise ValueError(
-                    f"attention_mask has {columns} columns, past_key_values holds {past} tokens already: to go"
+                    f"attention_mask has {columns} columns, {CACHE_NAME} holds {past} tokens already: to go"
                     " on from a cache pass the whole conversation as input_ids, or only the new tokens with an"
                     " attention_mask of all tokens."
                 )
             if past and mask is not None and mask.ndim == 2:
                 check_mask(cache, mask, past)
         if cache is None and kind in (None, "dynamic") and generation_config.use_cache is not False:
-            cache = model_kwargs["past_key_values"] = TNTCache(self.config)
+            cache = model_kwargs[CACHE_NAME] = TNTCache(self.config)
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-            cache = model_kwargs.get("past_key_values")
+            cache = model_kwargs.get(CACHE_NAME)
         if cache is not None:
             cache.ended = generation_config._ended = EndedRows()
 
@@ -680,7 +685,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
         """What rows get that have ended is padding in `attention_mask`, so that the cache can be gone on from."""
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         ended = None if cache is None else getattr(cache, "ended", EndedRows()).rows
         if ended is not None:
             if (mask := model_kwargs.get("attention_mask")) is None:

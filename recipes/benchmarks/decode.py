@@ -21,6 +21,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion.families import tnt_config
 from tnt_hf.recipes.benchmarks.measure import environment, summarise, take_turns
 from tnt_hf.recipes.demo_conversion import STUDENTS, ConversionPlan, teacher_config
@@ -57,7 +58,7 @@ def fill(model, cache, batch: int, tokens: int, generator: torch.Generator):
     """Let `model` read that many random tokens into `cache`."""
     for done in range(0, tokens, PIECE):
         ids = torch.randint(model.config.vocab_size, (batch, min(PIECE, tokens - done)), generator=generator)
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
     return cache
 
 
@@ -68,7 +69,7 @@ def greedy(step: Callable, cache, batch: int, steps: int, rewind: Callable) -> C
     def decode():
         ids = first
         for _ in range(steps):
-            logits = step(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            logits = step(input_ids=ids, use_cache=True, **{CACHE_NAME: cache}).logits
             ids = logits[:, -1:].argmax(-1)
         if not logits.isfinite().all():
             raise SystemExit("the logits are not finite")

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.memory_tnt import memory_chunkwise
 from tnt_hf.recipes.benchmarks.measure import environment, summarise, take_turns
 
@@ -76,13 +77,13 @@ def model_contestant(context: int, steps: int, args):
     cache = TNTCache(config)
     for done in range(0, context, args.piece):
         ids = torch.randint(0, 512, (1, min(args.piece, context - done)))
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
     ids = torch.randint(0, 512, (1, steps))
 
     def decode():
         here = copy.deepcopy(cache)
         for t in range(steps):
-            logits = model(ids[:, t : t + 1], past_key_values=here, use_cache=True).logits
+            logits = model(ids[:, t : t + 1], use_cache=True, **{CACHE_NAME: here}).logits
         if not logits.isfinite().all():
             raise SystemExit(f"the model is not finite at memory time {context}")
 

@@ -17,6 +17,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.recipes.benchmarks.gate import require_agreement
 from tnt_hf.recipes.benchmarks.measure import columns, spread, take_turns, times_faster, waiting
 from tnt_hf.recipes.benchmarks.settings import DecodeSettings
@@ -114,7 +115,7 @@ def check(name: str, settings: DecodeSettings) -> float:
     ids = torch.randint(model.config.vocab_size, (2, CHECKED_TOKENS), generator=torch.Generator().manual_seed(1))
     ids, half = ids.to(settings.device), CHECKED_TOKENS // 2
     pieces = [ids[:, :7], ids[:, 7:half], *ids[:, half:].split(1, 1)]
-    steps = [model(piece, past_key_values=cache, use_cache=True).logits for piece in pieces]
+    steps = [model(piece, use_cache=True, **{CACHE_NAME: cache}).logits for piece in pieces]
     want = model(ids, use_cache=False).logits
     return require_agreement(name, [torch.cat(steps, 1)], [want], TOLERANCES[settings.device])
 
@@ -155,7 +156,7 @@ def prompt(context: int, settings: DecodeSettings) -> torch.Tensor:
 def read(name: str, model: PreTrainedModel, ids: torch.Tensor):
     """A cache that holds the prompt. Raises `SystemExit` if a logit is no number."""
     cache = empty_cache(name, model, ids.shape[1])
-    logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits = model(ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache}).logits
     if not logits.isfinite().all():
         raise SystemExit(f"{name}: logits are no numbers after {ids.shape[1]} tokens")
     return cache
@@ -221,7 +222,7 @@ def decoding(name: str, model: PreTrainedModel, cache, batch_size: int, settings
     def call():
         ids = state["ids"]
         for _ in range(settings.steps):
-            logits = model(ids, past_key_values=cache, use_cache=True).logits
+            logits = model(ids, use_cache=True, **{CACHE_NAME: cache}).logits
             ids = logits[:, -1:].argmax(-1)
         if not logits.isfinite().all():
             raise SystemExit(f"{name}: logits are no numbers while decoding")

@@ -138,7 +138,7 @@ def check_model(args) -> dict[str, tuple[float, float]]:
         results.append([out.logits, *torch.autograd.grad(out.loss, list(net.parameters()))])
     with torch.no_grad():
         cache, steps = TNTCache(config), [first, *[1] * DECODED]
-        decoded = torch.cat([model(x, past_key_values=cache).logits for x in ids.split(steps, 1)], 1)
+        decoded = torch.cat([model(x, cache=cache).logits for x in ids.split(steps, 1)], 1)
     return {"training": errors(*results), "decoding": errors([results[0][0]] * 2, [decoded] * 2)}
 
 

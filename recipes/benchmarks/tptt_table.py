@@ -24,6 +24,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion import LiZACallback, LiZAConfig, inject, load_injected, lora_config
 from tnt_hf.conversion.linear_attention import linear_attention
 from tnt_hf.conversion.schedules import mag_modules
@@ -150,7 +151,7 @@ def cached_decode(side, base: Path, folder: Path, seed: int) -> dict:
     side.forget(model)
     out, steps = model(ids[:, :16], use_cache=True), []
     for t in range(16, 91):
-        out = model(ids[:, t : t + 1], use_cache=True, past_key_values=out.past_key_values)
+        out = model(ids[:, t : t + 1], use_cache=True, **{CACHE_NAME: getattr(out, CACHE_NAME)})
         steps.append(out.logits)
     steps = torch.cat(steps, 1)
     agreement = (steps.argmax(-1) == full.argmax(-1)).double().mean().item()

@@ -1,0 +1,77 @@
+"""A cache is `past_key_values` or `cache`, as the installed release of transformers says it; ours take both names."""
+
+import inspect
+
+import pytest
+import torch
+from tiny import tiny_model, tokens
+from tiny_hosts import OPEN_TNT, tiny_host
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from tnt_hf import TNTCache
+from tnt_hf.cache_name_tnt import CACHE_NAME, CACHE_NAMES
+from tnt_hf.conversion import inject
+
+
+def parts(model, name, cache):
+    """Logits of two calls, the second with `cache`, which the first filled, both under `name`."""
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        first = model(ids[:, :5], use_cache=True, **{name: cache})
+        second = model(ids[:, 5:], use_cache=True, **{name: cache})
+    return first, torch.cat([first[0], second[0]], 1), model(ids, use_cache=False)[0]
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_both_names_are_taken(name):
+    model = tiny_model().double().eval()
+    cache = TNTCache(model.config)
+    out, found, whole = parts(model, name, cache)
+    assert getattr(out, CACHE_NAME) is cache
+    torch.testing.assert_close(found, whole, atol=1e-10, rtol=0)  # float64, but other products
+    parts(model.model, name, TNTCache(model.config))
+
+
+@pytest.mark.parametrize("name", sorted({"past_key_values", CACHE_NAME}))
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_an_injected_backbone_takes_what_its_library_takes(kind, name):
+    model = tiny_host(kind, torch.float64)
+    inject(model, OPEN_TNT)
+    _, found, whole = parts(model.base_model, name, DynamicCache(config=model.config))
+    torch.testing.assert_close(found, whole, atol=1e-10, rtol=0)
+
+
+def test_two_names_at_once_are_refused():
+    model = tiny_model()
+    cache = TNTCache(model.config)
+    with pytest.raises(ValueError, match="past_key_values and cache are two names of one argument"):
+        model(tokens(1, 3), past_key_values=cache, cache=cache)
+    assert getattr(model(tokens(1, 3), past_key_values=cache, cache=None), CACHE_NAME) is cache
+    assert getattr(model(tokens(1, 3), past_key_values=None, cache=cache), CACHE_NAME) is cache
+
+
+def test_the_library_finds_the_name_that_it_uses():
+    """In signatures, outputs and what is kept on its device."""
+    model = tiny_model()
+    for function in (
+        model.forward,
+        model.model.forward,
+        model.model.layers[0].forward,
+        model.create_masks_for_generate,
+    ):
+        assert CACHE_NAME in inspect.signature(function).parameters
+    assert list(inspect.signature(model.forward).parameters)[3] == CACHE_NAME
+    assert CACHE_NAME in BaseModelOutputWithPast.__dataclass_fields__
+    assert CACHE_NAME in model._skip_keys_device_placement
+    assert CACHE_NAME in model.config.keys_to_ignore_at_inference
+
+
+def test_a_checkpointed_layer_gets_no_cache():
+    """It is run twice, and a cache would read its tokens twice: the library takes it away by its name."""
+    model = tiny_model().train()
+    model.gradient_checkpointing_enable()
+    ids = tokens(1, 6)
+    cache = TNTCache(model.config)
+    model(ids, labels=ids, **{CACHE_NAME: cache}).loss.backward()
+    assert cache.get_seq_length() == 0

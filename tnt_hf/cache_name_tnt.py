@@ -1,0 +1,41 @@
+"""What a cache is called in arguments and outputs: `past_key_values`, and `cache` since transformers 5.24.
+
+The code here says `cache`. Towards the library it goes by the name of the installed release, and callers may use both.
+
+This file travels with every pushed checkpoint.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from typing import Any
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+CACHE_NAMES = ("cache", "past_key_values")
+CACHE_NAME = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in CACHE_NAMES)
+
+
+def with_cache_name(function: Callable) -> Callable:
+    """
+    A function that has an argument `cache`, which takes it as `past_key_values` as well and shows the library's name.
+
+    Raises:
+        ValueError: when called with both.
+    """
+
+    @wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        if "past_key_values" in kwargs:
+            cache = kwargs.pop("past_key_values")
+            if cache is not None and kwargs.get("cache") is not None:
+                raise ValueError("past_key_values and cache are two names of one argument: give one of them.")
+            kwargs["cache"] = kwargs.get("cache") if cache is None else cache
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    shown = [p.replace(name=CACHE_NAME) if p.name == "cache" else p for p in signature.parameters.values()]
+    named.__signature__ = signature.replace(parameters=shown)
+    return named
