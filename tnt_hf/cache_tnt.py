@@ -116,7 +116,7 @@ class TNTCache(DynamicCache):
         config ([`TNTConfig`]): configuration of the model the cache is for.
 
     ```python
-    out = model.generate(input_ids, past_key_values=(cache := TNTCache(model.config)))  # cache= from 5.24
+    out = model.generate(input_ids, past_key_values=(cache := TNTCache(model.config)))
     cache.save("session.safetensors")
     cache = TNTCache.load("session.safetensors", model.config)
     ```
