@@ -100,6 +100,7 @@ ARROWS = {
     "features_tnt": set(),
     "gate_tnt": {"configuration_tnt", "precision_tnt"},
     "branch_tnt": {
+        "cache_name_tnt",
         "features_tnt",
         "gate_tnt",
         "configuration_tnt",

@@ -54,13 +54,10 @@ def test_two_names_at_once_are_refused():
 def test_the_library_finds_the_name_that_it_uses():
     """In signatures, outputs and what is kept on its device."""
     model = tiny_model()
-    for function in (
-        model.forward,
-        model.model.forward,
-        model.model.layers[0].forward,
-        model.create_masks_for_generate,
-    ):
-        assert CACHE_NAME in inspect.signature(function).parameters
+    layer = model.model.layers[0]
+    for part in (model, model.model, layer, layer.self_attn, layer.memory):
+        assert CACHE_NAME in inspect.signature(part.forward).parameters
+    assert CACHE_NAME in inspect.signature(model.create_masks_for_generate).parameters
     assert list(inspect.signature(model.forward).parameters)[3] == CACHE_NAME
     assert CACHE_NAME in BaseModelOutputWithPast.__dataclass_fields__
     assert CACHE_NAME in model._skip_keys_device_placement

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .cache_name_tnt import with_cache_name
 from .configuration_tnt import MemorySpec, TNTConfig
 from .convolution_tnt import TNTCausalConv, convolve_token
 from .features_tnt import quadratic
@@ -225,6 +226,7 @@ class TNTMemory(nn.Module):
         if config.variant == "mal":
             self.input_layernorm = TNTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    @with_cache_name
     def forward(
         self,
         hidden_states: Tensor,

@@ -194,6 +194,7 @@ class TNTAttention(nn.Module):
             self.persistent_keys = nn.Parameter(torch.empty(shape))
             self.persistent_values = nn.Parameter(torch.empty(shape))
 
+    @with_cache_name
     def forward(
         self,
         hidden_states: Tensor,
