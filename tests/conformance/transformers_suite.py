@@ -38,7 +38,10 @@ ENVIRONMENT_VARIABLE = "TNT_TRANSFORMERS_TESTS"
 PACKAGE = "transformers_tests"
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "transformers_tests"
 # A version that is not listed is accepted as pip delivers it; a listed one must match.
-SDIST_SHA256 = {"5.23.0": "19d647a4d5d903a7c644ca5cde2d86efc3dde7d8c687ae7988806ff2205efa71"}
+SDIST_SHA256 = {
+    "5.23.0": "19d647a4d5d903a7c644ca5cde2d86efc3dde7d8c687ae7988806ff2205efa71",
+    "5.24.0": "906cb8c3cb2123575e263962586a4d21a979ce97feeb95fe6aaf66fe6ae88bf3",
+}
 GENERATION_TESTS = "generation.test_utils"
 EXPORT_TESTS = "exporters.test_export"
 # Never taken from a checkout: the mixins need one dictionary of it, but importing it needs the checkout's tools.
