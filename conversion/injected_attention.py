@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, find_packed_sequence_indices, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.utils.generic import merge_with_config_defaults
 
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.continuation_tnt import check_continuation
@@ -90,7 +91,7 @@ def enter_model(
     segment_ids = documents(given, mask, cache, bool(given.get("use_cache")), B, T)
     if segment_ids is not None:
         given["use_cache"] = False  # with a cache, attention would not tell documents apart
-    elif cache is None and _uses_cache(module, given.get("use_cache")):
+    elif cache is None and _uses_cache(module, use_cache=given.get("use_cache")):
         cache = given[CACHE_NAME] = DynamicCache(config=config)
         make_stateful(cache, slots, config.num_hidden_layers, config.tnt_injection)
     if cache is not None:
@@ -117,11 +118,10 @@ def _sees_positions(injected: list[nn.Module]) -> bool:
     return any(bool(x.memory.weight != 0) for x in injected if getattr(x.memory, "keys_after_rope", False))
 
 
-def _uses_cache(module: nn.Module, use_cache: bool | None) -> bool:
-    """Whether the base model is about to make a cache."""
-    if use_cache is None:
-        use_cache = getattr(module.config, "use_cache", False)
-    return bool(use_cache) and not (getattr(module, "gradient_checkpointing", False) and module.training)
+@merge_with_config_defaults
+def _uses_cache(module: nn.Module, use_cache: bool | None = None, **_: Any) -> bool:
+    """Whether the base model is about to make a cache, which its own decorator decides."""
+    return bool(use_cache)
 
 
 def documents(

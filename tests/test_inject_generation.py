@@ -20,6 +20,7 @@ from tiny_hosts import (
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from tnt_hf import TNTCache, TNTConfig
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion import inject, unload
 from tnt_hf.conversion.injection_config import LiZAConfig
 
@@ -125,6 +126,21 @@ def test_gradients_flow_through_the_cache(config):
         return model.model.layers[0].self_attn.v_proj.weight.grad.clone()
 
     torch.testing.assert_close(gradient([5, 1, 6]), gradient([12]), rtol=1e-5, atol=1e-5)
+
+
+@opened
+def test_where_checkpointed_training_keeps_a_cache_the_memory_is_in_it(config):
+    """Without gradients nothing is checkpointed since transformers 5.24, so there the model makes a cache."""
+    source, model, ids = double().train(), inject(double(), config).train(), tokens(2, 14)
+    expected = logits(model, ids)
+    for x in (source, model):
+        x.activation_checkpointing_enable()
+    with torch.no_grad():
+        kept, first = (getattr(x(ids[:, :9]), CACHE_NAME) for x in (source, model))
+    assert (first is None) == (kept is None)
+    if first is not None:
+        found = logits(model, ids[:, 9:], **{CACHE_NAME: first})
+        torch.testing.assert_close(found, expected[:, 9:], **CLOSE)
 
 
 @pytest.mark.slow
