@@ -257,9 +257,10 @@ def test_without_a_memory_a_cache_can_be_cropped():
     torch.testing.assert_close(go_on(model, cache, ids[:, 5:]), expected, **CLOSE)
 
 
-def test_continuous_batching_is_refused():
-    with pytest.raises(ValueError, match="continuous batching: their cache keeps no memory state"):
-        tiny_model().generate_batch([[3, 4, 5], [6, 7]])
+@pytest.mark.parametrize("changes", [{}, {"memory_layers": []}])
+def test_continuous_batching_is_refused(changes):
+    with pytest.raises(ValueError, match="continuous batching: a TNT model cannot use their paged cache"):
+        tiny_model(**changes).generate_batch([[3, 4, 5], [6, 7]])
 
 
 def test_generate_refuses_a_contradicting_mask_for_a_single_token():

@@ -623,13 +623,11 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         )
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Its paged cache has no place for a memory's state."""
-        if self.config.memory_layer_indices:
-            raise ValueError(
-                "generate_batch and continuous batching: their cache keeps no memory state; use generate() with rows"
-                " padded on the left."
-            )
-        return super().init_continuous_batching(*args, **kwargs)
+        """Its paged cache has no place for a memory's state, and a model without memory takes none but a `Cache`."""
+        raise ValueError(
+            "generate_batch and continuous batching: a TNT model cannot use their paged cache; use generate() with"
+            " rows padded on the left."
+        )
 
     @staticmethod
     @with_cache_name
