@@ -27,6 +27,7 @@ from tnt_hf.projection_tnt import project_queries
         ({"mask": torch.ones(1, 5, dtype=torch.bool)}, r"mask.*\[1, 12\].*\[1, 5\]"),
         ({"mask": torch.ones(1, 12)}, "mask.*bool.*float32"),
         ({"segment_ids": torch.ones(1, 12)}, "segment_ids.*integers"),
+        ({"segment_ids": torch.ones(1, 12, dtype=torch.bool)}, "segment_ids.*integers, got torch.bool"),
         ({"momentum": torch.ones(1, 12, 3, dtype=torch.float64)}, r"momentum.*\[1, 12, 2\].*\[1, 12, 3\]"),
         ({"layernorm": (torch.ones(2, 4), torch.ones(2, 4), 0.0)}, "layernorm eps.*0.0"),
         ({"layernorm": (torch.ones(2, 4), torch.ones(2, 4), "small")}, "layernorm eps.*small"),
