@@ -283,6 +283,10 @@ def test_refused_generation():
         ({"past_key_values": DynamicCache()}, "without config"),
         ({"past_key_values": offloading}, "offloading"),
         ({"past_key_values": TNTCache(tiny_config(num_hidden_layers=3))}, "filled with 3, the model has 2"),
+        (
+            {"past_key_values": DynamicCache(config=tiny_config(num_hidden_layers=3))},
+            "has 3 layers, num_hidden_layers=2",
+        ),
     ]
     for kwargs, message in refused:
         with pytest.raises(ValueError, match=message):
