@@ -284,8 +284,9 @@ def test_packing_that_attention_would_mix_is_refused():
         model(ids, position_ids=positions, attention_mask=torch.ones_like(ids))
     with pytest.raises(ValueError, match="position_ids restart.*use_cache=True"):
         model(ids, position_ids=positions, use_cache=True)
-    with pytest.raises(ValueError, match="cu_seq_lens_q"):
-        model(ids, position_ids=torch.arange(6)[None], cu_seq_lens_q=torch.tensor([0, 3, 6], dtype=torch.int32))
+    for elsewhere in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 0, 1, 2, 3]]):
+        with pytest.raises(ValueError, match="cu_seq_lens_q"):
+            model(ids, position_ids=torch.tensor(elsewhere), cu_seq_lens_q=torch.tensor([0, 3, 6], dtype=torch.int32))
 
 
 # --- training -------------------------------------------------------------------------------------------------------
