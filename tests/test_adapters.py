@@ -445,9 +445,9 @@ def test_weights_that_were_changed_cannot_be_the_source():
     model.merge_adapter()
     with pytest.raises(ValueError, match="merged into its weight"):
         unload(model)
-    model = with_lora(init_lora_weights="olora")
-    with pytest.raises(ValueError, match="init_lora_weights='olora' of adapter 'default'"):
-        unload(model)
+    for name, value in (("init_lora_weights", "olora"), ("bias", "all")):
+        with pytest.raises(ValueError, match=f"{name}={value!r} of adapter 'default'"):
+            unload(with_lora(**{name: value}))
     with pytest.raises(ValueError, match="must be a PeftModel, not LlamaForCausalLM"):
         without_adapters(tiny_host("llama"))
 
