@@ -416,12 +416,14 @@ def test_packed_documents_are_documents_alone():
     assert_same(everything(packed[1]), everything(alone[-1][1]), 1e-13)
 
 
-def test_a_row_without_tokens_keeps_its_state():
-    tensors, weights, _ = make_inputs(B=2, T=6)
-    first = run(memory_chunkwise, tensors, weights, {}, chunk_size=4)[1]
-    mask = torch.tensor([[True] * 6, [False] * 6])
-    second = run(memory_chunkwise, tensors, weights, {}, mask=mask, initial_state=first, chunk_size=4)[1]
-    assert second.time.tolist() == [12, 6]
+@pytest.mark.parametrize("T", [6, 8], ids=["inside a shard", "at a reset"])
+def test_a_row_without_tokens_keeps_its_state(T):
+    tensors, weights, _ = make_inputs(B=2, T=T)
+    options = {"chunk_size": 4, "reset_interval": 8, "query_projection": "shard"}
+    first = run(memory_chunkwise, tensors, weights, {}, **options)[1]
+    mask = torch.tensor([[True] * T, [False] * T])
+    second = run(memory_chunkwise, tensors, weights, {}, mask=mask, initial_state=first, **options)[1]
+    assert second.time.tolist() == [2 * T, T]
     assert all(torch.equal(x[1], y[1]) for x, y in zip(everything(second), everything(first)))
 
 
