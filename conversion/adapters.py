@@ -12,12 +12,14 @@ An adapter is LoRA and memory together: `with model.disable_adapter()` is the mo
 import copy
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
@@ -150,10 +152,29 @@ def get_tptt_model(
         raise ValueError(f"{', '.join(kwargs)}: only for a base that is loaded here, not a {type(base).__name__}.")
     inject(base, config)
     try:
-        return get_peft_model(base, lora_config(base, **lora))
+        with unchanged_on_failure(base):
+            return get_peft_model(base, lora_config(base, **lora))
     except Exception:
-        base.__dict__.pop("peft_config", None)  # peft leaves it behind where it fails
         unload(base)
+        raise
+
+
+@contextmanager
+def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
+    """A context for peft to put an adapter into `model`. Where it fails it leaves behind what it has put in until
+    then, and weights that are frozen."""
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    try:
+        yield
+    except Exception:
+        for name, module in reversed(list(model.named_modules())):  # wrappers may hold adapters
+            if isinstance(module, BaseTunerLayer):
+                model.set_submodule(name, module.get_base_layer())
+            elif isinstance(module, AuxiliaryTrainingWrapper):
+                model.set_submodule(name, module.original_module)
+        model.__dict__.pop("peft_config", None)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trainable)
         raise
 
 

@@ -479,6 +479,7 @@ def test_one_call_makes_memory_and_lora(source):
         (OPEN_LIZA, {"ranks": 3}, "ranks=3: is no field"),
         (OPEN_LIZA, 8, "lora=int: must be a dict"),
         (OPEN_LIZA, {"target_modules": ["nothing"]}, "target_modules=.'nothing'.: match no module of Llama"),
+        (OPEN_LIZA, {"trainable_token_indices": {"nothing": [0]}}, "Target modules .'nothing'. not found"),  # by peft
     ],
 )
 def test_one_call_that_fails_leaves_the_model_as_it_was(config, lora, message):
@@ -486,6 +487,8 @@ def test_one_call_that_fails_leaves_the_model_as_it_was(config, lora, message):
     with pytest.raises(ValueError, match=message):
         get_tptt_model(model, config, lora)
     assert model.config.to_dict() == tiny_host("llama").config.to_dict()
+    assert list(model.state_dict()) == list(tiny_host("llama").state_dict())
+    assert all(parameter.requires_grad for parameter in model.parameters())
     assert torch.equal(logits(model), logits(tiny_host("llama")))
     inject(model, OPEN_LIZA)
 
