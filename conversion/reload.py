@@ -6,7 +6,7 @@ with the right shape: nothing is left at its start silently.
 """
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,8 @@ def _attach(
     from peft import PeftModel, PeftModelForCausalLM
     from peft.tuners.tuners_utils import check_target_module_exists
 
+    from .adapters import unchanged_on_failure
+
     wrapped = isinstance(model, PeftModel)
     host = model.get_base_model() if wrapped else model
     if wrapped and name in model.peft_config:
@@ -236,26 +238,22 @@ def _attach(
         inject(host, injection_from_dict(settings))
     config.host = host.config
     config.inference_mode = not is_trainable
-    result = None
     try:
-        if wrapped:
-            model.add_adapter(name, config)
-            result = model
-        else:
-            cls = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
-            result = cls(host, config, name)
-        _check_adapter(result, name, folder)
-        result.load_adapter(str(folder), name, is_trainable=is_trainable, torch_device="cpu")
+        with nullcontext() if wrapped else unchanged_on_failure(host):
+            if wrapped:
+                model.add_adapter(name, config)
+            else:
+                model = (PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel)(host, config, name)
+            _check_adapter(model, name, folder)
+            model.load_adapter(str(folder), name, is_trainable=is_trainable, torch_device="cpu")
     except Exception:
         if wrapped and name in model.peft_config:
             model.delete_adapter(name)
-        elif result is not None:
-            result.unload()
         if ours:
             host.__dict__.pop("peft_config", None)
             unload(host)
         raise
-    return result
+    return model
 
 
 def _check_adapter(model: nn.Module, name: str, folder: Path) -> None:

@@ -246,6 +246,8 @@ def damaged(folder, damage: str) -> None:
     elif damage == "unknown setting":
         values["tnt_injection"]["depth"] = 3
         config.write_text(json.dumps(values))
+    elif damage == "unknown module":  # peft says so when it has put in all the others
+        config.write_text(json.dumps({**values, "trainable_token_indices": {"nothing": [0]}}))
     elif damage == "missing tensor":
         del tensors[memory]
         save_file(tensors, weights)
@@ -264,6 +266,7 @@ def damaged(folder, damage: str) -> None:
         ("no JSON", "adapter_config.json"),
         ("another method", "peft_type='IA3' is not 'LORA'"),
         ("unknown setting", "TNTInjectionConfig.depth=3"),
+        ("unknown module", "Target modules .'nothing'. not found"),
         ("missing tensor", "is missing"),
         ("extra tensor", "belongs to another model"),
         ("other shape", r"has shape \(3,\), the model needs"),
@@ -277,6 +280,7 @@ def test_damaged_adapters_are_refused_and_the_base_stays_as_it_was(adapter, dama
     with pytest.raises(ValueError, match=message):
         load_injected(base, folder)
     assert (base.config.to_dict(), list(base.state_dict())) == before
+    assert all(parameter.requires_grad for parameter in base.parameters())
     assert torch.equal(logits(base), logits(tiny_host("llama")))
 
 
