@@ -311,12 +311,14 @@ def test_chunkwise_is_naive_in_all_combinations(case):
 
 
 @pytest.mark.parametrize("projection", ["shard", "chunk"])
-def test_normalised_projection_gradients(projection):
-    tensors, weights, gates = make_inputs(T=21, K=8, V=8, G=2, momentum=True)
+@pytest.mark.parametrize("T, C, interval", [(21, 4, 12), (170, 32, 96)])
+def test_normalised_projection_gradients(projection, T, C, interval):
+    tensors, weights, gates = make_inputs(T=T, K=8, V=8, G=2, momentum=True)
+    tensors[3] = 2 / C * tensors[3]  # a longer chunk with steps of the same size
     inputs = leaves(tensors, weights, gates)
     for x in inputs:
         x.requires_grad_()
-    options = {"chunk_size": 4, "reset_interval": 12, "query_projection": projection}
+    options = {"chunk_size": C, "reset_interval": interval, "query_projection": projection}
     naive, chunk = (run(op, tensors, weights, gates, **options) for op in (memory_naive, memory_chunkwise))
     assert_same([chunk[0], *everything(chunk[1])], [naive[0], *everything(naive[1])])
     assert_same(torch.autograd.grad(probe(chunk), inputs), torch.autograd.grad(probe(naive), inputs))
