@@ -57,7 +57,8 @@ def test_windows_and_kept_layers():
     assert types(tnt_config(qwen)) == ["full", "sliding", "sliding"]
     narrow = tnt_config(qwen, window=3, full_attention_layers=[2])
     assert types(narrow) == ["sliding", "sliding", "full"] and narrow.sliding_window == 3
-    assert types(tnt_config(qwen, window=3, full_attention_layers=[0, 1, 2])) == ["full"] * 3
+    kept = tnt_config(qwen, window=3, full_attention_layers=[0, 1, 2])
+    assert types(kept) == ["full"] * 3 and kept.sliding_window is None
     with pytest.raises(ValueError, match=r"window=6: layers \[1, 2\] of the source only see 5"):
         tnt_config(qwen, window=6)
     with pytest.raises(ValueError, match="needs a window"):
