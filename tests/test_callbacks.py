@@ -80,6 +80,14 @@ def test_layers_with_full_attention_keep_it():
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, 8]
 
 
+def test_a_layer_of_memory_alone_has_no_window():
+    model = tiny_model(sliding_window=16, variant="lmm", memory_layers=[1])
+    undo = narrow_window(model)
+    assert model.model.layers[0].self_attn.sliding_window == 2
+    undo()
+    assert model.model.layers[0].self_attn.sliding_window == 16
+
+
 def test_the_window_of_an_injected_model_is_narrowed():
     model = inject(tiny_host("llama"), LiZAConfig(weight=0.5, chunk_size=8, max_self_attn_length=16))
     ids = tokens(1, 24)
