@@ -104,11 +104,14 @@ def test_bfloat16_agrees_with_float32():
     assert errors == pytest.approx(window_errors(source("llama"), ids(2, 31), 5), rel=0.05)
 
 
-def test_a_long_text_is_measured_in_segments_of_bounded_length():
+@pytest.mark.parametrize("positions, expected", [(2048, [512, 512, 76]), (400, [400, 400, 300])])
+def test_a_long_text_is_measured_in_segments_of_bounded_length(positions, expected):
+    """No longer than the model has positions for."""
     model, lengths = source("llama"), []
-    model.model.embed_tokens.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape))
+    model.config.max_position_embeddings = positions
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     window_errors(model, ids(1, 1100), 5)
-    assert lengths == [(1, 512), (1, 512), (1, 76)]
+    assert lengths == expected
 
 
 def test_the_model_is_left_as_it_was():
@@ -140,7 +143,7 @@ def test_losses_are_those_of_a_model_whose_layers_are_narrowed():
     assert loss_increases(wide, row, 5)[0] == losses[1] - losses[0]
 
 
-@pytest.mark.parametrize("count, layers", [(0, []), (1, [2]), (2, [0, 2]), (4, [0, 1, 2, 3])])
+@pytest.mark.parametrize("count, layers", [(0, []), (1, [2]), (2, [0, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, 3])])
 def test_the_layers_that_a_window_hurts_most_keep_full_attention(count, layers):
     assert choose_full_attention([0.2, 0.1, 0.3, 0.1], count) == layers
 
