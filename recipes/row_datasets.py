@@ -149,7 +149,7 @@ class RowStream(IterableDataset):
             for number, start, stop in row:
                 ids, scored, _ = pending[number]
                 segments.append((ids[start:stop], None if scored is None else scored[start:stop]))
-                if stop == min(len(ids), self.format.row_length if self.format.whole else len(ids)):
+                if stop == len(ids):
                     del pending[number]
             if predicts(row):
                 yield segments
