@@ -133,9 +133,17 @@ def test_alignment_sees_no_error_of_another_layer(models):
     assert all(torch.equal(x, y) and x.abs().sum() > 0 for x, y in zip(before, after))
 
 
-def test_alignment_of_a_closed_memory_with_full_attention_is_exact():
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": None},
+        {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "memory_layers": [1, 2]},
+    ],
+    ids=["in every layer", "a narrowed layer without memory does not count"],
+)
+def test_alignment_of_a_closed_memory_with_full_attention_is_exact(changes):
     teacher = llama()
-    student = hybrid(teacher, sliding_window=None, memory_gate_init=0.0, global_chunk_size=None)
+    student = hybrid(teacher, memory_gate_init=0.0, global_chunk_size=None, **changes)
     loss, _ = alignment(student, batch(), None, teacher)
     assert float(loss) == 0
 
