@@ -276,6 +276,7 @@ def test_a_redundant_head_and_stored_frequencies_do_no_harm(tmp_path, tied):
     ids, _ = batch()
     with torch.no_grad():
         assert reload(source)(ids).logits.equal(reload(result)(ids).logits)
+    assert read_manifest(result)["conversion"]["parameters"]["base"] == reload(source).num_parameters()
 
 
 def test_mixed_precision_stays_what_it_is(tmp_path):
