@@ -235,6 +235,8 @@ def test_instructions_become_conversations(tmp_path):
     found = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in built.train]
     assert found == ["User:\nAdd.\n\n1 2\nAssistant:\n3", "User:\nGreet.\nAssistant:\nHi"]
     assert list(training_texts(DataArguments(str(path)))) == ["Add.\n\n1 2\n3", "Greet.\nHi"]
+    path = write(tmp_path / "no column input.jsonl", jsonl([{"instruction": "Greet.", "output": "Hi"}]))
+    assert list(training_texts(DataArguments(str(path)))) == ["Greet.\nHi"]
 
 
 def test_columns_decide_what_a_document_is(tmp_path):
