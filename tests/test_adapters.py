@@ -227,6 +227,10 @@ def test_two_adapters_and_none(adapter, tmp_path):
     assert torch.equal(logits(model), second)
     with pytest.raises(ValueError, match="adapter_name='second': the PeftModel has"):
         load_injected(model, tmp_path / "second", adapter_name="second")
+    damaged(tmp_path / "second", "missing tensor")
+    with pytest.raises(ValueError, match="is missing"):
+        load_injected(model, tmp_path / "second", adapter_name="third")
+    assert list(model.peft_config) == ["default", "second"] and torch.equal(logits(model), second)
 
 
 def damaged(folder, damage: str) -> None:
