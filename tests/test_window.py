@@ -365,7 +365,9 @@ def test_flash_attention(name):
         assert error < 1e-2  # bfloat16 holds 3 digits
 
 
-def test_dropout_in_blocks_scales_what_it_keeps():
+@pytest.mark.parametrize("flash", [False, True], ids=["no FlashAttention", "FlashAttention, which has none"])
+def test_dropout_in_blocks_scales_what_it_keeps(flash, monkeypatch):
+    monkeypatch.setattr(window_tnt, "_flash_runs", lambda x: flash)
     inputs, window, P = random_case("narrower than a block")
     torch.manual_seed(0)
     (q, k, _), ones = inputs, torch.ones_like(inputs[2])
