@@ -292,11 +292,30 @@ def test_another_schedule_of_chunk_sizes_is_refused(run):
 
 
 def test_more_steps_are_allowed_and_said(copy, caplog):
+    left = copy / "checkpoint-5" / "of a run that died while saving"
+    left.parent.mkdir()
+    left.touch()
     longer = trainer(copy, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT | {"max_steps": 5})
     with caplog.at_level(logging.WARNING):
         longer.fit()
     assert "max_steps=5: the run was begun with 4" in caplog.text
     assert TrainerState.load_from_json(str(copy / "checkpoint-5" / "trainer_state.json")).global_step == 5
+    assert not left.exists()
+
+
+def test_a_model_that_could_not_be_saved_is_not_said_to_be_of_the_run_before(copy, monkeypatch):
+    longer = trainer(copy, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT | {"max_steps": 5})
+    save = longer.save_model
+
+    def save_model(output_dir=None, **options):
+        if output_dir is None:
+            raise OSError("No space left on device")
+        save(output_dir, **options)  # a checkpoint's
+
+    monkeypatch.setattr(longer, "save_model", save_model)
+    with pytest.raises(OSError, match="No space left on device.; checkpoint-5 is complete and intact"):
+        longer.fit()
+    assert not (copy / "training.json").exists()
 
 
 def test_the_summary_of_a_continued_run_is_of_its_own_steps(tmp_path):
