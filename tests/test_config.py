@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from tiny import MODES, TINY, tiny_config
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tnt_hf import TNTConfig, TNTForCausalLM, flops_per_token, memory_state_bytes
 from tnt_hf.branch_tnt import lr_factors
@@ -50,6 +50,24 @@ def test_overrides_on_loading_are_resolved_and_validated(tmp_path):
     config.local_chunk_sizes = [5]
     with pytest.raises(ValueError, match=r"local_chunk_sizes=\[5\]"):
         TNTForCausalLM(config)
+
+
+def test_variant_on_loading_is_ours_or_the_librarys(tmp_path):
+    """Our field has the name of the library's option for the names of weight files."""
+    model = TNTForCausalLM(tiny_config(variant="mal"))
+    model.save_pretrained(tmp_path, variant="fp16")
+    assert (tmp_path / "model.fp16.safetensors").is_file()
+    for auto in (AutoModelForCausalLM, TNTForCausalLM):
+        loaded, report = auto.from_pretrained(tmp_path, variant="fp16", output_loading_info=True)
+        assert loaded.config.variant == "mal" and not any(report.values())
+        assert loaded.lm_head.weight.equal(model.lm_head.weight)
+    with pytest.raises(OSError, match="model.nonsense.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, variant="nonsense")
+
+    assert AutoConfig.from_pretrained(tmp_path, variant="lmm").variant == "lmm"
+    for load in (AutoConfig.from_pretrained, TNTConfig.from_pretrained):
+        with pytest.raises(ValueError, match="TNTConfig.variant='nonsense': must be one of 'mag'"):
+            load(tmp_path, variant="nonsense")
 
 
 def test_layer_types_and_memory_layers():

@@ -225,11 +225,14 @@ class TNTConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """Overrides take part in the construction, so that they are resolved and validated with the rest."""
-        fields = kwargs.keys() & cls.__dataclass_fields__.keys() - {"dtype"}
-        given = {name: kwargs.pop(name) for name in fields}
+        if kwargs.get("return_unused_kwargs") and kwargs.get("variant", "mag") not in CHOICES["variant"]:
+            files = kwargs.pop("variant")  # the library's option of that name, which its Auto classes pass on
+            config, unused = cls.from_dict(config_dict, **kwargs)
+            return config, unused | {"variant": files}
+        given = {name: kwargs.pop(name) for name in kwargs.keys() & cls.__dataclass_fields__.keys() - {"dtype"}}
         count = lambda sizes: len(sizes) if isinstance(sizes, (list, tuple)) else int(sizes is not None)  # noqa: E731
-        if any(count(given[n]) != count(config_dict.get(n)) for n in fields & MEMORIES):  # another number of memories
-            config_dict = {n: x for n, x in config_dict.items() if n != "memory_train_chunk_sizes"}
+        if any(count(given[n]) != count(config_dict.get(n)) for n in given.keys() & MEMORIES):
+            given.setdefault("memory_train_chunk_sizes", None)  # another number of memories
         return super().from_dict(config_dict | given, **kwargs)
 
     def _fail(self, field: str, reason: str, value: Any = None) -> None:
@@ -244,12 +247,11 @@ class TNTConfig(PreTrainedConfig):
             self._fail(missing[0], "is not available yet")
         if self.hidden_act not in ACT2FN:
             self._fail("hidden_act", "is no activation of transformers")
-        for names, least in ((AT_LEAST_1, 1), (AT_LEAST_0, 0)):
-            for name in names:
-                values = getattr(self, name)
-                for value in values if isinstance(values, (list, tuple)) else [values]:
-                    if value is not None and (isinstance(value, bool) or value < least):
-                        self._fail(name, f"must be an integer of at least {least}")
+        for name in AT_LEAST_1 + AT_LEAST_0:
+            values, least = getattr(self, name), int(name in AT_LEAST_1)
+            for value in values if isinstance(values, (list, tuple)) else [values]:
+                if value is not None and (isinstance(value, bool) or value < least):
+                    self._fail(name, f"must be an integer of at least {least}")
         numbers = {name: getattr(self, name) for name in POSITIVE}
         numbers |= {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ROPE_NUMBERS}
         for name, x in numbers.items():
@@ -263,9 +265,8 @@ class TNTConfig(PreTrainedConfig):
 
     def _resolve_layer_types(self):
         """`layer_types` from each layer's attention and `memory_layers`; what it returns it also accepts."""
-        types, count = self.layer_types, self.num_hidden_layers
-        if types is None:
-            types = ["full_attention" if self.sliding_window is None else "sliding_attention"] * count
+        count = self.num_hidden_layers
+        types = [LAYER_TYPES[self.sliding_window is None]] * count if self.layer_types is None else self.layer_types
         if len(types) != count:
             self._fail("layer_types", f"must have num_hidden_layers={count} entries, has {len(types)}")
         if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
@@ -361,8 +362,7 @@ class TNTConfig(PreTrainedConfig):
     @property
     def memory_projection_intervals(self) -> list[int | None]:
         """Reset intervals of the Q-K projections M; memories with the same one share it."""
-        specs = [spec for spec in self.memory_specs if spec.query_projection != "none"]
-        return list(dict.fromkeys(spec.projection_interval for spec in specs))
+        return list(dict.fromkeys(x.projection_interval for x in self.memory_specs if x.query_projection != "none"))
 
     @property
     def memory_key_width(self) -> int:
