@@ -24,7 +24,7 @@ from tnt_hf.conversion.manifest import MANIFEST, write_manifest
 from tnt_hf.conversion.memory_tensors import initial_memory_tensors
 from tnt_hf.conversion.model_card import model_card, public_name
 from tnt_hf.conversion.plan import base_shards, is_same_bytes, our_tensors, parse_size
-from tnt_hf.conversion.probe import measure_window, probe_name
+from tnt_hf.conversion.probe import measure_window, narrowed_layers, probe_name
 from tnt_hf.conversion.shards import STORED, TORCH
 from tnt_hf.conversion.source import Source, StoredTensor, locate, read_json, read_source
 from tnt_hf.conversion.staging import Staging, check_target
@@ -106,6 +106,7 @@ def convert_checkpoint(
     try:
         source_config = read_source_config(checkpoint.fields)
         config = tnt_config(source_config, window=window, full_attention_layers=layers, **fields)
+        narrowed = [] if probe is None else narrowed_layers(tnt_config(source_config), window, count)
     except ValueError as error:
         raise ValueError(f"{checkpoint.name}: {error}") from error
     tensors = our_tensors(checkpoint, family_of(source_config.model_type), config)
@@ -119,7 +120,8 @@ def convert_checkpoint(
 
         errors, losses = measure_window(folder, probe, window, bool(count), progress, say)
         if losses is not None:
-            layers = choose_full_attention(losses, count)
+            costs = [loss if l in narrowed else -math.inf for l, loss in enumerate(losses)]
+            layers = choose_full_attention(costs, count)
             config = tnt_config(source_config, window=window, full_attention_layers=layers, **fields)
         say(table(errors, layers, losses))
     _complete(config, checkpoint, source_config, tensors, cast, say)

@@ -4,9 +4,36 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from tnt_hf.configuration_tnt import TNTConfig
+
 
 MAX_TOKENS = 16_384
 FEW = 1_000  # tokens behind the window: with fewer, what a layer costs is mostly chance
+
+
+def narrowed_layers(own: TNTConfig, window: int, count: int = 0) -> list[int]:
+    """
+    The layers in which `window` hides something that the source sees, ascending.
+
+    Args:
+        own: the source's configuration with the attention that it has.
+        window: in tokens.
+        count: how many of the layers are to be chosen.
+
+    Raises:
+        ValueError: there is none, so that nothing can be measured, or there are fewer than `count`.
+    """
+    if window + 1 >= own.max_position_embeddings:
+        most = f"max_position_embeddings={own.max_position_embeddings} of the source"
+        raise ValueError(f"window={window}: hides nothing that could be measured within {most}; a probe needs less")
+    layers = [l for l, kind in enumerate(own.layer_types) if "sliding" not in kind or own.sliding_window > window]
+    if not layers:
+        seen = f"every layer of the source sees {own.sliding_window} tokens"
+        raise ValueError(f"window={window}: costs no layer anything, {seen}; there is nothing to probe")
+    if count > len(layers):
+        found = f"{len(layers)} of {own.num_hidden_layers} layers"
+        raise ValueError(f"keep_full_attention='auto:{count}': window={window} narrows {found}")
+    return layers
 
 
 def measure_window(

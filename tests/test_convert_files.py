@@ -27,6 +27,7 @@ from tnt_hf.conversion.manifest import MANIFEST, add_digests, check_manifest, re
 from tnt_hf.conversion.shards import NewTensor, by_one_thread, inspect, write_shard
 from tnt_hf.conversion.source import read_header
 from tnt_hf.recipes.benchmarks.bench import main as benchmark
+from tnt_hf.recipes.data import train_tokenizer
 
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(90))]
@@ -252,6 +253,41 @@ def test_how_much_was_probed_is_told_and_that_it_is_little(tmp_path, source, wor
     [line] = [line for line in said if line.startswith("probe ")]
     assert f"{words:,} tokens, {words - 5 * -(-words // 64):,} of them behind a window of 5" in line
     assert ("warning: fewer than 1,000" in line) == few
+
+
+@pytest.mark.parametrize(
+    "case, options, message",
+    [
+        ("mistral, window", {"window": 5}, "window=5: costs no layer anything, every layer of the source sees 5"),
+        ("llama", {"window": 63}, "window=63: hides nothing that could be measured within max_position_embeddings=64"),
+        (
+            "qwen2, tied, window in some layers",
+            {"window": 5, "keep_full_attention": "auto:2"},
+            "narrows 1 of 3 layers",
+        ),
+        ("llama", {"window": 5, "keep_full_attention": "auto:4"}, "'auto:4': window=5 narrows 3 of 3 layers"),
+    ],
+)
+def test_a_probe_with_nothing_to_measure_or_to_choose_is_refused(tmp_path, case, options, message):
+    save_tokenizer(save_source(tmp_path / "source", case))
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(tmp_path / "source", tmp_path / "result", probe=TEXT * 9, progress=False, **options)
+    assert not (tmp_path / "result").exists()
+
+
+def test_a_layer_that_the_window_does_not_narrow_is_not_chosen(tmp_path):
+    """Its loss does not change, which is more than a loss that the window happens to improve."""
+    save_source(tmp_path / "source", "qwen2, tied, window in some layers", vocab_size=257)
+    train_tokenizer(["bytes"], 257).save_pretrained(tmp_path / "source")
+    options = {"window": 5, "keep_full_attention": "auto:1", "progress": False}
+    for words in range(8, 40):
+        text = " ".join(str(i * i) for i in range(words))
+        result = convert_checkpoint(tmp_path / "source", tmp_path / f"{words}", probe=text, **options)
+        found = read_manifest(result)["conversion"]
+        assert found["window_losses"][1:] == [0, 0] and found["full_attention_layers"] == [0]
+        if found["window_losses"][0] < 0:
+            return
+    raise AssertionError("no text is better off with the window")
 
 
 def test_the_command_line(tmp_path, source, monkeypatch, capsys):
