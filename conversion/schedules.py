@@ -101,13 +101,17 @@ class LiZACallback(TrainerCallback):
         done = min(step / self.transition_step, 1.0)
         return (1 - done) * start + done * self.final_weight
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Find the modules and set the weight of the step to come, the first or a resumed one."""
+    def check(self, model: nn.Module | None) -> None:
+        """Raises ValueError for a model that mixes nothing."""
         if model is None or next(mag_modules(model), None) is None:
             raise ValueError(
                 f"model={type(model).__name__}: has no module with a Memory-as-Gate weight, so there is nothing to "
                 "schedule: in a recipe give --mag_schedule null; or inject LiZA, or memory with the gate 'mix'"
             )
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Set the weight of the step to come, the first or a resumed one, of a model that has one."""
+        self.check(model)
         self._set(model, state.global_step)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):

@@ -58,9 +58,13 @@ class WindowDropout(TrainerCallback):
         """The share of narrowed steps among those from number `first` to `last`, which is not included."""
         return sum(map(self.narrows, range(first, last))) / max(last - first, 1)
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Refuse a model that cannot be narrowed before it trains."""
+    def check(self, model: nn.Module) -> None:
+        """Raises ValueError for a model that cannot be narrowed."""
         narrow_window(model)()
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Refuse an unsuitable model before it trains."""
+        self.check(model)
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Narrow the window of this step, or not."""
@@ -149,8 +153,8 @@ class ChunkSizeSchedule(TrainerCallback):
         begun = [start for start in self.schedule if start <= step]
         return self.schedule[max(begun)] if begun else None
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Try all sizes, then set those of the first, or a resumed, step."""
+    def check(self, model: nn.Module) -> None:
+        """Try all sizes. Raises ValueError for a model without local memories, or one that refuses some."""
         inner = host_of(model)
         if not hasattr(inner, "set_local_chunk_sizes") or not inner.config.local_chunk_sizes:
             raise ValueError(f"chunk_size_schedule: {type(inner).__name__} has no local memories")
@@ -162,8 +166,12 @@ class ChunkSizeSchedule(TrainerCallback):
                 raise ValueError(f"chunk_size_schedule: from step {step}: {error}") from None
             finally:
                 inner.config.local_chunk_sizes = list(own)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Refuse an unsuitable model, then set the sizes of the first, or a resumed, step."""
+        self.check(model)
         # A step that is over had these sizes; a checkpoint between two of them is evaluated as it was trained.
-        self._set(inner, max(state.global_step - 1, 0))
+        self._set(host_of(model), max(state.global_step - 1, 0))
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Set the sizes of this step."""

@@ -157,6 +157,8 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
             seed=args.seed,
             say=say,
         )
+    for callback in callbacks:
+        callback.check(model)
     groups = parameter_groups(
         model, args.learning_rate, args.weight_decay, run.memory_learning_rate, run.gate_learning_rate
     )
