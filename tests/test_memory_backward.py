@@ -237,3 +237,27 @@ def test_second_derivatives_are_those_of_the_naive_form_or_an_error(options):
     torch.testing.assert_close(*hessian_product("naive", **options), rtol=1e-6, atol=1e-6)  # of central differences
     with pytest.raises(RuntimeError, match="create_graph=True.*naive"):
         hessian_product("chunk", **options)
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that nobody has written to holds NaN."""
+    torch.use_deterministic_algorithms(True)  # which fills it
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("read", ["chunk_start", "current"])
+@pytest.mark.parametrize("momentum, decay", [(False, False), (True, True)])
+def test_nothing_is_read_that_was_not_written(poisoned, read, momentum, decay):
+    """Rows of unlike length, whose grids have places that no token fills."""
+    tensors, weights, gates = make_inputs(T=21, momentum=momentum, decay=decay)
+    inputs = leaves(tensors, weights, gates)
+    for x in inputs:
+        x.requires_grad_()
+    options = {"chunk_size": 4, "reset_interval": 16, "read": read, "query_projection": "shard"}
+    o, state, loss = memory_chunkwise(
+        *tensors, weights, **gates, **options, output_final_state=True, output_surprise=True
+    )
+    total = o.square().sum() + sum(x.sum() for x in state.weights)
+    assert all(x.isfinite().all() for x in (o, loss, *torch.autograd.grad(total, inputs)))
