@@ -476,6 +476,14 @@ def test_chunk_sizes_do_not_change_inside_a_chunk(time, sizes):
     assert go_on(model, TNTCache(model.config), tokens(1, 1)).isfinite().all()
 
 
+def test_chunk_sizes_do_not_change_where_the_projection_depends_on_them():
+    model = tiny_model(qk_projection="chunk")
+    cache = filled(model, tokens(1, 16))  # at a boundary
+    model.set_local_chunk_sizes([1, 1])
+    with pytest.raises(ValueError, match="local_chunk_sizes.*qk_projection='chunk' depends on it"):
+        go_on(model, cache, tokens(1, 1))
+
+
 def test_a_reset_cache_is_empty_for_any_chunk_size():
     model, ids = tiny_model(), tokens(1, 9)
     cache = filled(model, tokens(1, 23))
