@@ -61,6 +61,7 @@ def test_windows_and_kept_layers():
     assert types(kept) == ["full"] * 3 and kept.sliding_window is None
     with pytest.raises(ValueError, match=r"window=6: layers \[1, 2\] of the source only see 5"):
         tnt_config(qwen, window=6)
+    assert types(tnt_config(qwen, window=6, full_attention_layers=[1, 2])) == ["sliding", "full", "full"]
     with pytest.raises(ValueError, match="needs a window"):
         tnt_config(qwen, full_attention_layers=[0])
     for value in (0, -1, True, 2.0, "8"):
