@@ -137,7 +137,7 @@ def test_gradient_checkpointing_changes_nothing(operator, reentrant):
                 if "lora_B" in name or "gate.scale" in name:
                     x.fill_(0.1)
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()

@@ -67,7 +67,7 @@ def test_the_library_finds_the_name_that_it_uses():
 def test_a_checkpointed_layer_gets_no_cache():
     """It is run twice, and a cache would read its tokens twice: the library takes it away by its name."""
     model = tiny_model().train()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     ids = tokens(1, 6)
     cache = TNTCache(model.config)
     model(ids, labels=ids, **{CACHE_NAME: cache}).loss.backward()

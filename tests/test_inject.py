@@ -308,7 +308,7 @@ def test_gradient_checkpointing_changes_nothing(kind, config, reentrant):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     loss, expected = gradients(model, ids)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     again, found = gradients(model, ids)
     torch.testing.assert_close(again, loss, **EXACT)
     assert found.keys() == expected.keys() and any(".memory." in name for name in found)

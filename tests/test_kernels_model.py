@@ -66,7 +66,7 @@ def case_gradient_checkpointing():
     ids = torch.arange(20)[None] % 13
 
     def measure(model):
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
         loss = model.train()(ids, labels=ids, use_cache=False).loss
         return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
