@@ -153,7 +153,6 @@ class TNTCache(DynamicCache):
         layer = self.layers[layer_idx]
         if layer.is_initialized and layer.keys.dtype != key_states.dtype:
             layer.keys, layer.values = layer.keys.to(key_states.dtype), layer.values.to(key_states.dtype)
-            layer.dtype = key_states.dtype
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def nbytes(self) -> int:
@@ -301,9 +300,9 @@ def _require_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> 
 
 def _resize(layer: LinearAttentionCacheLayerMixin, states: list[Tensor | None]) -> None:
     """Give the layer `len(states)` slots and, unless it is still empty, these states."""
-    conv, known = layer.conv_states[0], (layer.device, layer.dtype)
+    conv, device = layer.conv_states[0], layer.device
     LinearAttentionCacheLayerMixin.__init__(layer, number_of_states=len(states))
-    layer.device, layer.dtype = known
+    layer.device = device
     if states[-1] is not None:
         store(layer, conv, states)
 
