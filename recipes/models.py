@@ -6,36 +6,29 @@ folder  -> loaded                     inject -> a live model of the library with
 
 import json
 from collections.abc import Callable
-from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.utils import cached_file
 
 from tnt_hf import TNTConfig, TNTForCausalLM
-from tnt_hf.conversion import convert_checkpoint, inject, load_injected, lora_config
-from tnt_hf.conversion.files import write_json
+from tnt_hf.conversion import inject, load_injected, lora_config
 from tnt_hf.conversion.injection_config import injection_from_dict
-from tnt_hf.conversion.source import check_reachable
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.arguments import NEW_MODELS, ModelArguments, RunArguments
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE
+from tnt_hf.recipes.converted import convert_once
 from tnt_hf.recipes.data import train_tokenizer
+from tnt_hf.recipes.loading_errors import naming
 from tnt_hf.recipes.memory_statistics import all_closed
 from tnt_hf.recipes.objectives import attention_modules, with_memory
 from tnt_hf.recipes.optimization import kind_of
 
 
-CONVERSION_ARGUMENTS = (
-    "window", "keep_full_attention", "probe", "dtype", "link", "seed", "max_shard_size", "check", "revision",
-)  # fmt: skip
 ADAPTER = "adapter_config.json"
-CONVERTED = ".converted.json"  # in output_dir: of what, and how, its folder `converted` was made
 
 
 def load_tokenizer(model: ModelArguments, texts: Callable[[], Any]) -> Any:
@@ -52,7 +45,7 @@ def load_tokenizer(model: ModelArguments, texts: Callable[[], Any]) -> Any:
         return tokenizer
     field = next(x for x in ("tokenizer", "source", "model") if getattr(model, x))
     name = getattr(model, field)
-    with _naming(field, name):
+    with naming(field, name):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer={name!r}: has no eos_token, which ends documents")
@@ -129,9 +122,9 @@ def new_model(model: ModelArguments, tokenizer: Any = None) -> nn.Module:
     else:
         if unknown := sorted(model.model_config.keys() - LlamaConfig().to_dict().keys()):
             raise ValueError(f"model_config.{unknown[0]}={model.model_config[unknown[0]]!r}: is no field of a Llama")
-        with _naming("model", model.model):
+        with naming("model", model.model):
             config = LlamaConfig(**fields | model.model_config)
-    with _naming("model", model.model, model.attn_implementation):
+    with naming("model", model.model, model.attn_implementation):
         return AutoModelForCausalLM.from_config(config, **_load_options(model))
 
 
@@ -147,9 +140,9 @@ def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
     options = _load_options(model)
     if (Path(name) / ADAPTER).is_file():
         _refuse_fields(name, model, injected=True)
-        with _naming("model", name, model.attn_implementation):
+        with naming("model", name, model.attn_implementation):
             return load_injected(name, is_trainable=True, **options).train()
-    with _naming("model", name):
+    with naming("model", name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     if config.model_type == "tnt":
         if model.inject:
@@ -158,7 +151,7 @@ def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
         return _load_tnt(name, model)
     _refuse_fields(name, model, injected=hasattr(config, "tnt_injection"))
     if hasattr(config, "tnt_injection"):
-        with _naming("model", name, model.attn_implementation):
+        with naming("model", name, model.attn_implementation):
             return load_injected(name, **options).requires_grad_(True).train()
     live = _load_other("model", name, model)
     if model.inject:
@@ -171,7 +164,7 @@ def _load_tnt(name: str, model: ModelArguments) -> nn.Module:
     rates that belong to the chunk sizes of its training stay."""
     fields, live = model.model_config, ("local_chunk_sizes", "sliding_window")
     fixed = {field: value for field, value in fields.items() if field not in live}
-    with _naming("model", name, model.attn_implementation):
+    with naming("model", name, model.attn_implementation):
         try:
             options = _load_options(model)
             loaded, found = TNTForCausalLM.from_pretrained(name, output_loading_info=True, **fixed, **options)
@@ -187,7 +180,7 @@ def _load_tnt(name: str, model: ModelArguments) -> nn.Module:
 
 def _load_other(field: str, name: str, model: ModelArguments) -> nn.Module:
     """A causal language model of any architecture, with every one of its tensors from the checkpoint."""
-    with _naming(field, name, model.attn_implementation):
+    with naming(field, name, model.attn_implementation):
         if _holds_injection(name, model):
             return load_injected(name, **_load_options(model))
         loaded, found = AutoModelForCausalLM.from_pretrained(
@@ -208,55 +201,6 @@ def _refuse_misfits(field: str, name: str, found: dict[str, Any], kinds: tuple[s
     for kind in kinds:
         if found[kind]:
             raise ValueError(f"{field}={name!r}: {kind.replace('_', ' ')}, the first is {sorted(found[kind])[0]!r}")
-
-
-def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[str], object]) -> Path:
-    """
-    `source` converted into the folder `target`, or the conversion that is there already if it is the same. Another one
-    is replaced as long as no checkpoint was made of it.
-
-    Raises:
-        ValueError: an argument that the conversion does not have; a run has gone on from another conversion, or one is
-            there that no run made.
-    """
-    known = [*CONVERSION_ARGUMENTS, *TNTConfig.__annotations__]
-    for name, value in model.convert.items():
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"convert.{name}={value!r}: is no argument of convert_checkpoint{hint}")
-    arguments = {"seed": seed, **model.convert}
-    wanted = {"source": _identity(model.source), "arguments": json.loads(json.dumps(arguments, default=str))}
-    record, there = target.parent / CONVERTED, target.is_dir() and any(target.iterdir())
-    if there:
-        before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-        if before == wanted:
-            say(f"{model.source} was converted before, into {target}")
-            return target
-        if not before or any(target.parent.glob("checkpoint-*")) or (target.parent / "training.json").exists():
-            what = "the source or the arguments of the run's conversion have changed" if before else "no run made it"
-            raise ValueError(f"output_dir: {target} is another conversion, {what}; choose another output_dir")
-    say(f"converting {model.source} into {target}")
-    try:
-        with _naming("source", model.source):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_json(record, {"begun": wanted})  # equal to nothing: a kill may leave the old one
-            convert_checkpoint(model.source, target, progress=False, say=say, overwrite=there, **arguments)
-            write_json(record, wanted)
-    except Exception:
-        if not there:
-            record.unlink(missing_ok=True)
-        raise
-    return target
-
-
-def _identity(source: str) -> dict[str, Any]:
-    """What tells a checkpoint from another one of the same name: its place and, of a folder, its files."""
-    folder = Path(source)
-    if not folder.is_dir():
-        return {"name": source}
-    files = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.suffix == ".safetensors"}
-    return {"name": str(folder.resolve()), "files": {name: [x.st_size, x.st_mtime_ns] for name, x in files.items()}}
 
 
 def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None = None) -> nn.Module:
@@ -343,29 +287,6 @@ def _check_teacher(student: nn.Module, teacher: nn.Module, mode: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- details
-
-
-@contextmanager
-def _naming(field: str, name: str, attention: str | None = None):
-    """Errors of the library's loading are one of ours that says which field of the recipe it is about; so is
-    `attn_implementation` where its package is missing."""
-    try:
-        if name not in NEW_MODELS:
-            check_reachable(name)
-        yield
-    except OSError as error:
-        near = get_close_matches(name, NEW_MODELS, n=1) if field == "model" and not Path(name).exists() else []
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise OSError(f"{field}={name!r}:{hint} {error}") from error
-    except ImportError as error:
-        if attention is not None:
-            field, name = "attn_implementation", attention
-        raise ValueError(f"{field}={name!r}: {error}") from error
-    except (KeyError, RuntimeError, SafetensorError) as error:  # what damaged files cause
-        first = str(error).strip().partition("\n")[0][:300]
-        raise ValueError(f"{field}={name!r}: cannot be read, {type(error).__name__}: {first}") from error
-    except ValueError as error:
-        raise ValueError(f"{field}={name!r}: {error}") from error
 
 
 def _dtype(model: ModelArguments) -> torch.dtype:

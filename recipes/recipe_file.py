@@ -18,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tnt_hf.recipes.arguments import MODES, NEW_MODELS, TRAINABLE, DataArguments, ModelArguments, RunArguments
+from tnt_hf.recipes.arguments import DataArguments, ModelArguments, RunArguments
+from tnt_hf.recipes.contradictions import check_settings, shown
 from tnt_hf.settings import parse_value, parse_yaml
 
 
@@ -132,7 +133,7 @@ def read_recipe(arguments: list[str]) -> Recipe:
             f" and one for the end) to {MOST_TOKENS}"
         )
     name = None if path is None else f"{path.parent.name}/{path.name}"
-    _check_settings(given)
+    check_settings(given, _defaults(*OURS))
 
     training = TRAINER_DEFAULTS | {"report_to": "tensorboard" if find_spec("tensorboard") else "none"}
     training["output_dir"] = os.path.join("runs", *(("train",) if path is None else (path.parent.name, path.stem)))
@@ -211,9 +212,9 @@ def _place(flat: dict[str, Any], name: Any, value: Any, hints: dict[str, Any], c
     if first not in hints and first in config_fields:
         first, rest = "model_config", [first, *rest]
     if first not in hints:
-        raise ValueError(f"{name}={_shown(value)}: is no field{_closest(first, [*hints, *config_fields])}")
+        raise ValueError(f"{name}={shown(value)}: is no field{_closest(first, [*hints, *config_fields])}")
     if rest and not _is_mapping(hints[first]):
-        raise ValueError(f"{name}={_shown(value)}: {first} is no mapping")
+        raise ValueError(f"{name}={shown(value)}: {first} is no mapping")
     if rest or _is_mapping(hints[first]):
         value = _parsed(value)
     for key in reversed(rest):
@@ -221,7 +222,7 @@ def _place(flat: dict[str, Any], name: Any, value: Any, hints: dict[str, Any], c
     for field in value if first == "model_config" and isinstance(value, dict) else ():
         if field not in config_fields:
             raise ValueError(
-                f"model_config.{field}={_shown(value[field])}: is no field{_closest(field, config_fields)}"
+                f"model_config.{field}={shown(value[field])}: is no field{_closest(field, config_fields)}"
             )
     flat[first] = _merged(flat.get(first), value)
     return _entries(first, value)
@@ -254,11 +255,6 @@ def _parsed(value: Any) -> Any:
     if isinstance(value, list):
         return [_parsed(item) for item in value]
     return parse_value(str(value)) if isinstance(value, Text) else value
-
-
-def _shown(value: Any) -> str:
-    value = repr(str(value) if isinstance(value, Text) else value)
-    return value if len(value) <= 60 else f"{value[:57]}..."
 
 
 # ---------------------------------------------------------------------------------------------------- types and ranges
@@ -317,7 +313,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         "one of " + ", ".join(repr(member.value) for member in kind) if kind in enums else _type_name(kind)
         for kind in kinds
     ]
-    raise ValueError(f"{name}={_shown(raw if isinstance(value, list) else value)}: must be {' or '.join(names)}")
+    raise ValueError(f"{name}={shown(raw if isinstance(value, list) else value)}: must be {' or '.join(names)}")
 
 
 def _type_name(kind: Any) -> str:
@@ -327,74 +323,3 @@ def _type_name(kind: Any) -> str:
         list: "a list", types.NoneType: "null",
     }  # fmt: skip
     return names.get(origin, str(getattr(origin, "__name__", origin)))
-
-
-# --------------------------------------------------------------------------------- settings that contradict each other
-
-
-def _check_settings(given: dict[str, Any]) -> None:
-    """Raises `ValueError` for a setting that is impossible together with another one, before anything is loaded."""
-
-    value = (_defaults(*OURS) | given).get
-
-    def refuse(name: str, reason: str):
-        raise ValueError(f"{name}={_shown(value(name))}: {reason}")
-
-    for name, choices in (("mode", MODES), ("trainable", TRAINABLE)):
-        if value(name) not in choices:
-            refuse(name, f"must be one of {', '.join(choices)}")
-    for name, top in (("eval_share", 1), ("window_dropout", None)):
-        if not 0 <= value(name) <= 1 or value(name) == top:
-            refuse(name, f"must be in [0, 1{')' if top else ']'}")
-    if value("train_tokens") is not None and (value("max_steps") or -1) > 0:
-        refuse("train_tokens", f"says how long the run is, and so does max_steps={value('max_steps')!r}: give one")
-    for name in ("max_steps", "train_tokens"):
-        if "num_train_epochs" in given and (value(name) or -1) > 0:
-            refuse("num_train_epochs", f"has no effect beside {name}={value(name)!r}: give one of them")
-    if "num_train_epochs" in given and not value("num_train_epochs"):
-        refuse("num_train_epochs", "must be above 0")
-    for name, what in (("output_dir", "a folder"), ("dataset_name", "a file, a folder or a dataset")):
-        if name in given and not (given[name] or "").strip():  # "" would be the working directory
-            refuse(name, f"must name {what}")
-    if value("push_to_hub"):
-        refuse("push_to_hub", "would upload checkpoints that nobody checked; use tnt push when the run has ended")
-    if value("hub_token") is not None:
-        raise ValueError("hub_token: settings are written down with the run, so no secret; set HF_TOKEN, or log in")
-    if value("tokenizer") is not None and value("tokenizer_vocab_size") is not None:
-        refuse("tokenizer_vocab_size", "trains a tokenizer, but tokenizer names one: give one of them")
-
-    mode, model, trainable, preset = value("mode"), value("model"), value("trainable"), value("model") in NEW_MODELS
-    if value("source") is not None:
-        if "model" in given:
-            refuse("model", "is what is trained, but source names a checkpoint to convert and train: give one of them")
-        if value("model_config"):
-            refuse("model_config", "belongs to a model that exists; with source, put the fields into convert")
-        if value("inject"):
-            refuse("inject", "puts memory into a live model, but source is converted: name it as model instead")
-    elif value("convert"):
-        refuse("convert", "needs source, the checkpoint to convert")
-    elif preset and mode in ("stage2", "align", "distill", "long"):
-        refuse("mode", f"goes on from a trained model; name its folder as model, not the preset {model!r}")
-    elif preset and value("inject"):
-        refuse("inject", f"needs a pretrained model to put the memory into, not the preset {model!r}")
-    elif preset and value("tokenizer") is None and value("tokenizer_vocab_size") is None:
-        refuse("tokenizer", f"must be given with the preset {model!r}, or tokenizer_vocab_size")
-    if value("source") is not None and mode == "stage2":
-        refuse("mode", "goes on from a trained TNT model, not from a source to convert; name its folder as model")
-    if value("tokenizer_vocab_size") is not None and (value("source") is not None or not preset):
-        refuse("tokenizer_vocab_size", "trains a tokenizer for a new model; one that is trained has its own")
-    if value("window_dropout_warmup_steps") and not value("window_dropout"):
-        refuse("window_dropout_warmup_steps", "has no effect without window_dropout")
-    if value("lora") and trainable != "lora":
-        refuse("lora", f"has no effect with trainable={trainable!r}; use trainable='lora'")
-    if mode == "align" and trainable != "memory":
-        refuse("trainable", "mode='align' trains the memory and its gates only; use trainable='memory'")
-    for name in ("activation_checkpointing", "gradient_checkpointing"):
-        if mode == "align" and value(name):
-            refuse(name, "would recompute layers without the inputs that mode='align' gives them")
-    if value("teacher") is not None and mode not in ("align", "distill"):
-        refuse("teacher", f"has no effect in mode={mode!r}, only in align and distill")
-    if mode == "sft" and value("dataset_name") == "python-stdlib":
-        refuse("dataset_name", "holds no conversations; mode='sft' needs a dataset with a column of messages")
-    if value("streaming") and value("train_tokens") is None and (value("max_steps") or -1) < 1:
-        refuse("streaming", "has no length that is known; give train_tokens or max_steps")

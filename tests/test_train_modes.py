@@ -22,7 +22,7 @@ from tnt_hf import TNTForCausalLM
 from tnt_hf.conversion import LiZACallback, load_injected
 from tnt_hf.conversion.manifest import read_manifest
 from tnt_hf.recipes.checkpoints import latest_complete_checkpoint
-from tnt_hf.recipes.models import convert_once
+from tnt_hf.recipes.converted import convert_once
 from tnt_hf.recipes.recipe_file import read_recipe
 from tnt_hf.recipes.train import main, prepare, train
 

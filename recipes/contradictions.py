@@ -1,0 +1,79 @@
+"""Settings of a recipe that contradict each other."""
+
+from typing import Any
+
+from tnt_hf.recipes.arguments import MODES, NEW_MODELS, TRAINABLE
+
+
+def shown(value: Any) -> str:
+    """A value in an error, in at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raises `ValueError` for a setting that is impossible together with another one, before anything is loaded."""
+
+    value = (defaults | given).get
+
+    def refuse(name: str, reason: str):
+        raise ValueError(f"{name}={shown(value(name))}: {reason}")
+
+    for name, choices in (("mode", MODES), ("trainable", TRAINABLE)):
+        if value(name) not in choices:
+            refuse(name, f"must be one of {', '.join(choices)}")
+    for name, top in (("eval_share", 1), ("window_dropout", None)):
+        if not 0 <= value(name) <= 1 or value(name) == top:
+            refuse(name, f"must be in [0, 1{')' if top else ']'}")
+    if value("train_tokens") is not None and (value("max_steps") or -1) > 0:
+        refuse("train_tokens", f"says how long the run is, and so does max_steps={value('max_steps')!r}: give one")
+    for name in ("max_steps", "train_tokens"):
+        if "num_train_epochs" in given and (value(name) or -1) > 0:
+            refuse("num_train_epochs", f"has no effect beside {name}={value(name)!r}: give one of them")
+    if "num_train_epochs" in given and not value("num_train_epochs"):
+        refuse("num_train_epochs", "must be above 0")
+    for name, what in (("output_dir", "a folder"), ("dataset_name", "a file, a folder or a dataset")):
+        if name in given and not (given[name] or "").strip():  # "" would be the working directory
+            refuse(name, f"must name {what}")
+    if value("push_to_hub"):
+        refuse("push_to_hub", "would upload checkpoints that nobody checked; use tnt push when the run has ended")
+    if value("hub_token") is not None:
+        raise ValueError("hub_token: settings are written down with the run, so no secret; set HF_TOKEN, or log in")
+    if value("tokenizer") is not None and value("tokenizer_vocab_size") is not None:
+        refuse("tokenizer_vocab_size", "trains a tokenizer, but tokenizer names one: give one of them")
+
+    mode, model, trainable, preset = value("mode"), value("model"), value("trainable"), value("model") in NEW_MODELS
+    if value("source") is not None:
+        if "model" in given:
+            refuse("model", "is what is trained, but source names a checkpoint to convert and train: give one of them")
+        if value("model_config"):
+            refuse("model_config", "belongs to a model that exists; with source, put the fields into convert")
+        if value("inject"):
+            refuse("inject", "puts memory into a live model, but source is converted: name it as model instead")
+    elif value("convert"):
+        refuse("convert", "needs source, the checkpoint to convert")
+    elif preset and mode in ("stage2", "align", "distill", "long"):
+        refuse("mode", f"goes on from a trained model; name its folder as model, not the preset {model!r}")
+    elif preset and value("inject"):
+        refuse("inject", f"needs a pretrained model to put the memory into, not the preset {model!r}")
+    elif preset and value("tokenizer") is None and value("tokenizer_vocab_size") is None:
+        refuse("tokenizer", f"must be given with the preset {model!r}, or tokenizer_vocab_size")
+    if value("source") is not None and mode == "stage2":
+        refuse("mode", "goes on from a trained TNT model, not from a source to convert; name its folder as model")
+    if value("tokenizer_vocab_size") is not None and (value("source") is not None or not preset):
+        refuse("tokenizer_vocab_size", "trains a tokenizer for a new model; one that is trained has its own")
+    if value("window_dropout_warmup_steps") and not value("window_dropout"):
+        refuse("window_dropout_warmup_steps", "has no effect without window_dropout")
+    if value("lora") and trainable != "lora":
+        refuse("lora", f"has no effect with trainable={trainable!r}; use trainable='lora'")
+    if mode == "align" and trainable != "memory":
+        refuse("trainable", "mode='align' trains the memory and its gates only; use trainable='memory'")
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if mode == "align" and value(name):
+            refuse(name, "would recompute layers without the inputs that mode='align' gives them")
+    if value("teacher") is not None and mode not in ("align", "distill"):
+        refuse("teacher", f"has no effect in mode={mode!r}, only in align and distill")
+    if mode == "sft" and value("dataset_name") == "python-stdlib":
+        refuse("dataset_name", "holds no conversations; mode='sft' needs a dataset with a column of messages")
+    if value("streaming") and value("train_tokens") is None and (value("max_steps") or -1) < 1:
+        refuse("streaming", "has no length that is known; give train_tokens or max_steps")

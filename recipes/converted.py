@@ -1,0 +1,68 @@
+"""The conversion of a recipe's `source`, made once per output_dir."""
+
+import json
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from tnt_hf import TNTConfig
+from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.conversion.files import write_json
+from tnt_hf.recipes.arguments import ModelArguments
+from tnt_hf.recipes.loading_errors import naming
+
+
+CONVERSION_ARGUMENTS = (
+    "window", "keep_full_attention", "probe", "dtype", "link", "seed", "max_shard_size", "check", "revision",
+)  # fmt: skip
+CONVERTED = ".converted.json"  # in output_dir: of what, and how, its folder `converted` was made
+
+
+def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[str], object]) -> Path:
+    """
+    `source` converted into the folder `target`, or the conversion that is there already if it is the same. Another one
+    is replaced as long as no checkpoint was made of it.
+
+    Raises:
+        ValueError: an argument that the conversion does not have; a run has gone on from another conversion, or one is
+            there that no run made.
+    """
+    known = [*CONVERSION_ARGUMENTS, *TNTConfig.__annotations__]
+    for name, value in model.convert.items():
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"convert.{name}={value!r}: is no argument of convert_checkpoint{hint}")
+    arguments = {"seed": seed, **model.convert}
+    wanted = {"source": _identity(model.source), "arguments": json.loads(json.dumps(arguments, default=str))}
+    record, there = target.parent / CONVERTED, target.is_dir() and any(target.iterdir())
+    if there:
+        before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+        if before == wanted:
+            say(f"{model.source} was converted before, into {target}")
+            return target
+        if not before or any(target.parent.glob("checkpoint-*")) or (target.parent / "training.json").exists():
+            what = "the source or the arguments of the run's conversion have changed" if before else "no run made it"
+            raise ValueError(f"output_dir: {target} is another conversion, {what}; choose another output_dir")
+    say(f"converting {model.source} into {target}")
+    try:
+        with naming("source", model.source):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_json(record, {"begun": wanted})  # equal to nothing: a kill may leave the old one
+            convert_checkpoint(model.source, target, progress=False, say=say, overwrite=there, **arguments)
+            write_json(record, wanted)
+    except Exception:
+        if not there:
+            record.unlink(missing_ok=True)
+        raise
+    return target
+
+
+def _identity(source: str) -> dict[str, Any]:
+    """What tells a checkpoint from another one of the same name: its place and, of a folder, its files."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return {"name": source}
+    files = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.suffix == ".safetensors"}
+    return {"name": str(folder.resolve()), "files": {name: [x.st_size, x.st_mtime_ns] for name, x in files.items()}}
