@@ -26,7 +26,7 @@ def naming(field: str, name: str, attention: str | None = None):
         if attention is not None:
             field, name = "attn_implementation", attention
         raise ValueError(f"{field}={name!r}: {error}") from error
-    except (KeyError, RuntimeError, SafetensorError) as error:  # what damaged files cause
+    except (AssertionError, KeyError, RuntimeError, SafetensorError) as error:  # what damaged files cause
         first = str(error).strip().partition("\n")[0][:300]
         raise ValueError(f"{field}={name!r}: cannot be read, {type(error).__name__}: {first}") from error
     except ValueError as error:

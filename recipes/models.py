@@ -122,8 +122,11 @@ def new_model(model: ModelArguments, tokenizer: Any = None) -> nn.Module:
     else:
         if unknown := sorted(model.model_config.keys() - LlamaConfig().to_dict().keys()):
             raise ValueError(f"model_config.{unknown[0]}={model.model_config[unknown[0]]!r}: is no field of a Llama")
-        with naming("model", model.model):
-            config = LlamaConfig(**fields | model.model_config)
+        try:  # the fields of a Llama are fields of TNT's, which refuses what the library finds out when it computes
+            TNTConfig(**fields | model.model_config, memory_layers=[], sliding_window=None)
+        except ValueError as error:
+            raise ValueError(str(error).replace("TNTConfig.", "model_config.", 1)) from error
+        config = LlamaConfig(**fields | model.model_config)
     with naming("model", model.model, model.attn_implementation):
         return AutoModelForCausalLM.from_config(config, **_load_options(model))
 

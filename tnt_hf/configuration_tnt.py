@@ -235,8 +235,8 @@ class TNTConfig(PreTrainedConfig):
             given.setdefault("memory_train_chunk_sizes", None)  # another number of memories
         return super().from_dict(config_dict | given, **kwargs)
 
-    def _fail(self, field: str, reason: str, value: Any = None) -> None:
-        raise ValueError(f"TNTConfig.{field}={getattr(self, field) if value is None else value!r}: {reason}.")
+    def _fail(self, field: str, reason: str, value: Any = ...) -> None:
+        raise ValueError(f"TNTConfig.{field}={getattr(self, field) if value is ... else value!r}: {reason}.")
 
     def _check_values(self):
         """Every field on its own, before anything is derived from it."""
@@ -252,10 +252,10 @@ class TNTConfig(PreTrainedConfig):
             for value in values if isinstance(values, (list, tuple)) else [values]:
                 if value is not None and (isinstance(value, bool) or value < least):
                     self._fail(name, f"must be an integer of at least {least}")
-        numbers = {name: getattr(self, name) for name in POSITIVE}
+        numbers = {name: x for name in POSITIVE if (x := getattr(self, name)) is not None}
         numbers |= {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ROPE_NUMBERS}
         for name, x in numbers.items():
-            if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < math.inf):
+            if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < math.inf:
                 self._fail(name, "must be positive and finite", x)
         if not 0 <= self.attention_dropout < 1:
             self._fail("attention_dropout", "must be in [0, 1)")
