@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tnt_hf.settings import Integers
+
 
 TASKS = ("perplexity", "passkey", "recall", "cost", "ablation")
 
@@ -126,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--held-out", type=float, metavar="SHARE", help="of the data, as eval_share (default: 0.05 of python-stdlib)"
     )
     parser.add_argument(
-        "--context", type=int, nargs="+", metavar="TOKENS",
+        "--context", action=Integers, nargs="+", metavar="TOKENS",
         help="context lengths; the longest counts, cost is measured at each (default: 256 1024, or the model's)",
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=32_768, help="of text, at most (default: %(default)s)")
@@ -136,7 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, metavar="ROWS", help="default: 8, or what keeps logits in 512 MiB")
     parser.add_argument(
-        "--local-chunk-sizes", type=int, nargs="+", metavar="C", help="of a TNT model, one for all or each"
+        "--local-chunk-sizes", action=Integers, nargs="+", metavar="C", help="of a TNT model, one for all or each"
     )
     parser.add_argument("--tokenizer", metavar="NAME", help="folder or Hub id (default: the model's)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float64", "float32", "bfloat16", "float16"))

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.cli import DELEGATED, load_config, main
 from tnt_hf.presets import PRESETS
+from tnt_hf.recipes.evaluate import build_parser as evaluate_parser
 
 
 ROOT = Path(__file__).parents[1]
@@ -258,9 +259,20 @@ def test_generate_samples_by_seed_and_sets_chunk_sizes(model_folder, capsys):
         return capsys.readouterr().out
 
     assert sample("--seed", "1") == sample("--seed", "1") != sample("--seed", "2")
-    assert sample("--local-chunk-sizes", "1", "2")
+    assert sample("--local-chunk-sizes", "1", "2") == sample("--local-chunk-sizes", "1,2")
     assert main(["generate", model_folder, "--prompt", "abc", "--local-chunk-sizes", "3"]) == 2
     assert "local_chunk_sizes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "name"), [("--local-chunk-sizes", "local_chunk_sizes"), ("--context", "context")])
+def test_lists_of_integers_are_given_with_spaces_or_commas_as_to_train(option, name, capsys):
+    for given in (["4", "8"], ["4,8"], ["4,", "8"]):
+        assert getattr(evaluate_parser().parse_args(["model", option, *given]), name) == [4, 8]
+    for given in (["4", "x"], ["4.5"], [","]):
+        with pytest.raises(SystemExit):
+            evaluate_parser().parse_args(["model", option, *given])
+        expected = f"argument {option}: '{' '.join(given)}' must be integers, as 4 8 or 4,8"
+        assert capsys.readouterr().err.endswith(f"{expected}\n")
 
 
 @pytest.mark.parametrize("mistake", [["--max-new-tokens", "0"], ["--temperature", "-1"], ["--prompt", ""]])

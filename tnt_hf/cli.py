@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     from tnt_hf import __version__
     from tnt_hf.presets import PRESETS
-    from tnt_hf.settings import accept_fields_after_options
+    from tnt_hf.settings import Integers, accept_fields_after_options
 
     parser = argparse.ArgumentParser(prog="tnt", description="TNT test-time memory for Hugging Face Transformers.")
     parser.add_argument("--version", action="version", version=f"tnt-hf {__version__}")
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--seed", type=int, default=0, help="of sampling")
     generate.add_argument(
-        "--local-chunk-sizes", type=int, nargs="+", metavar="C", help="one for all or one per memory"
+        "--local-chunk-sizes", action=Integers, nargs="+", metavar="C", help="one for all or one per memory"
     )
     generate.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto is the checkpoint's")
     generate.add_argument("--device", help="default: cuda where there is one, otherwise cpu")

@@ -37,6 +37,19 @@ def parse_value(text: str) -> Any:
     return [int(item) for item in text.split(",")] if re.fullmatch(r"\d+(,\d+)+", text) else parse_yaml(text)
 
 
+class Integers(argparse.Action):
+    """An option with `nargs="+"` whose integers are given as `4 8` or `4,8`."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        try:
+            integers = [int(word) for word in " ".join(values).replace(",", " ").split()]
+        except ValueError:
+            integers = []
+        if not integers:
+            raise argparse.ArgumentError(self, f"{' '.join(values)!r} must be integers, as 4 8 or 4,8")
+        setattr(namespace, self.dest, integers)
+
+
 def accept_fields_after_options(parser: argparse.ArgumentParser, name: str) -> None:
     """`FIELD=VALUE`s anywhere on the command line. `name` is their argument, of which `nargs="*"` takes what stands
     before the first option only; the rest comes back as unknown."""
