@@ -178,8 +178,11 @@ def test_invalid_values_name_the_field_and_the_value(changes):
         assert any(repr(x) in message for x in (value, *(value if isinstance(value, list) else []))), message
 
 
-@pytest.mark.parametrize("value", [0, -5.0, "1e4", True, math.inf, None], ids=str)
-@pytest.mark.parametrize("name", ["rope_theta", "factor"])
+@pytest.mark.parametrize(
+    "name, value",
+    [(name, value) for name in ("rope_theta", "factor") for value in (0, -5.0, "1e4", True, math.inf)]
+    + [("rope_theta", None)],
+)
 def test_numbers_of_rope_are_checked_before_it_is_computed(name, value):
     with pytest.raises(ValueError, match=re.escape(f"TNTConfig.rope_parameters.{name}={value!r}: must be positive")):
         tiny_config(rope_parameters={"rope_type": "linear", "factor": 2.0, name: value})

@@ -252,10 +252,10 @@ class TNTConfig(PreTrainedConfig):
             for value in values if isinstance(values, (list, tuple)) else [values]:
                 if value is not None and (isinstance(value, bool) or value < least):
                     self._fail(name, f"must be an integer of at least {least}")
-        numbers = {name: x for name in POSITIVE if (x := getattr(self, name)) is not None}
-        numbers |= {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ROPE_NUMBERS}
-        for name, x in numbers.items():
-            if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < math.inf:
+        rope = {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ROPE_NUMBERS}
+        for name, x in ({name: getattr(self, name) for name in POSITIVE} | rope).items():
+            wrong = isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < math.inf
+            if wrong and (x is not None or "theta" in name):  # what else is None the library knows how to find
                 self._fail(name, "must be positive and finite", x)
         if not 0 <= self.attention_dropout < 1:
             self._fail("attention_dropout", "must be in [0, 1)")
