@@ -58,8 +58,7 @@ def text(value: Any) -> str:
         spread = f" ({text(value['min'])} to {text(value['max'])})" if {"min", "max"} <= value.keys() else ""
         return text(value["median"]) + spread
     if isinstance(value, list | tuple) and not any(isinstance(x, Mapping | list | tuple) for x in value):
-        is_range = len(value) == 2 and all(isinstance(x, int | float) for x in value)
-        return (" to " if is_range else ", ").join(map(text, value))
+        return ", ".join(map(text, value))
     if isinstance(value, Mapping) and not any(isinstance(x, Mapping | list | tuple) for x in value.values()):
         return ", ".join(f"{text(key)}: {text(x)}" for key, x in value.items())
     if isinstance(value, Mapping | list | tuple):
@@ -91,8 +90,13 @@ def records(entries: list[Mapping[str, Any]]) -> str:
     """A table of dicts: a column per key that holds a value in any of them."""
     keys = dict.fromkeys(key for entry in entries for key in entry)
     keys = [key for key in keys if any(entry.get(key) is not None for entry in entries)]
-    rows = [["" if entry.get(key) is None else text(entry[key]) for key in keys] for entry in entries]
+    rows = [["" if entry.get(key) is None else _cell(key, entry[key]) for key in keys] for entry in entries]
     return table([text(HEADINGS.get(key, key.replace("_", " "))) for key in keys], rows)
+
+
+def _cell(column: str, value: Any) -> str:
+    is_range = column.endswith(("interval", "_range")) and isinstance(value, list | tuple)
+    return " to ".join(map(text, value)) if is_range else text(value)
 
 
 def settings(groups: Mapping[str, Any]) -> str:

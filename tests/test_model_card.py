@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tnt_hf.conversion import LiZAConfig, convert_checkpoint, get_tptt_model, inject
 from tnt_hf.conversion.manifest import MANIFEST, check_manifest
 from tnt_hf.recipes.model_card import is_generated, model_card, sections, write_card
+from tnt_hf.recipes.model_card_tables import records, text
 
 
 ALL = ["", "Quick start", "Architecture", "Training data", "Training", "Results", "Limits", "Citation"]
@@ -97,6 +98,12 @@ def test_every_figure_of_the_results_is_in_the_card(run):
         assert picture in training
     assert "](evaluation/perplexity.png)" in results
     assert "read 99,968 tokens, in rows of 128" in sections(card)["Limits"]
+
+
+def test_two_numbers_are_a_range_only_in_a_column_of_ranges():
+    shown = records([{"interval": [0.5, 0.9], "seconds_range": [1, 2], "local_chunk_sizes": [4, 8]}])
+    assert shown.splitlines()[-1] == "| 0.5 to 0.9 | 1 to 2 | 4, 8 |"
+    assert text([0, 7]) == "0, 7"
 
 
 def test_what_the_evaluation_warns_of_is_in_the_card(run, tmp_path):
