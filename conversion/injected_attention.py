@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, find_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils.generic import merge_with_config_defaults
 
-from tnt_hf.cache_name_tnt import CACHE_NAME
+from tnt_hf.cache_name_tnt import CACHE_NAME, take_cache
 from tnt_hf.continuation_tnt import check_continuation
 from tnt_hf.masks_tnt import document_ids
 from tnt_hf.window_tnt import window_attention, window_of
@@ -73,9 +73,8 @@ def enter_model(
             f"attn_implementation={config._attn_implementation!r}: was changed after inject(), which would switch the"
             " memory off; unload(), change it, and inject again."
         )
-    if (older := given.pop("past_key_values", None)) is not None:
-        given[CACHE_NAME] = older
-    mask, cache = given.get("attention_mask"), given.get(CACHE_NAME)
+    mask, cache = given.get("attention_mask"), take_cache(given)
+    given[CACHE_NAME] = cache
     injected = [attention for attention in row.attention_modules(module) if is_injected(attention)]
     if is_disabled(injected[0]):
         if getattr(cache, "tnt_injection", None) is not None and cache.get_seq_length():

@@ -33,9 +33,9 @@ def test_both_names_are_taken(name):
     parts(model.model, name, TNTCache(model.config))
 
 
-@pytest.mark.parametrize("name", sorted({"past_key_values", CACHE_NAME}))
+@pytest.mark.parametrize("name", CACHE_NAMES)
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
-def test_an_injected_backbone_takes_what_its_library_takes(kind, name):
+def test_an_injected_backbone_takes_both_names(kind, name):
     model = tiny_host(kind, torch.float64)
     inject(model, OPEN_TNT)
     _, found, whole = parts(model.base_model, name, DynamicCache(config=model.config))
@@ -45,8 +45,9 @@ def test_an_injected_backbone_takes_what_its_library_takes(kind, name):
 def test_two_names_at_once_are_refused():
     model = tiny_model()
     cache = TNTCache(model.config)
-    with pytest.raises(ValueError, match="past_key_values and cache are two names of one argument"):
-        model(tokens(1, 3), past_key_values=cache, cache=cache)
+    for each in (model, inject(tiny_host("llama"), OPEN_TNT).model):
+        with pytest.raises(ValueError, match="past_key_values and cache are two names of one argument"):
+            each(tokens(1, 3), past_key_values=cache, cache=cache)
     assert getattr(model(tokens(1, 3), past_key_values=cache, cache=None), CACHE_NAME) is cache
     assert getattr(model(tokens(1, 3), past_key_values=None, cache=cache), CACHE_NAME) is cache
 

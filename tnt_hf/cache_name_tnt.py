@@ -18,6 +18,19 @@ CACHE_NAMES = ("cache", "past_key_values")
 CACHE_NAME = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in CACHE_NAMES)
 
 
+def take_cache(arguments: dict[str, Any]) -> Any:
+    """
+    The cache among keyword arguments, which is taken out of them by whichever name it has; `None` if there is none.
+
+    Raises:
+        ValueError: there are two.
+    """
+    given = [x for name in CACHE_NAMES if (x := arguments.pop(name, None)) is not None]
+    if len(given) > 1:
+        raise ValueError("past_key_values and cache are two names of one argument: give one of them.")
+    return given[0] if given else None
+
+
 def with_cache_name(function: Callable) -> Callable:
     """
     A function that has an argument `cache`, which takes it as `past_key_values` as well and shows the library's name.
@@ -29,10 +42,7 @@ def with_cache_name(function: Callable) -> Callable:
     @wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
         if "past_key_values" in kwargs:
-            cache = kwargs.pop("past_key_values")
-            if cache is not None and kwargs.get("cache") is not None:
-                raise ValueError("past_key_values and cache are two names of one argument: give one of them.")
-            kwargs["cache"] = kwargs.get("cache") if cache is None else cache
+            kwargs["cache"] = take_cache(kwargs)
         return function(*args, **kwargs)
 
     signature = inspect.signature(function)
