@@ -25,9 +25,9 @@ PACKAGES = {
 }
 
 # Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, denormals,
-# derivative, grid, coefficients, network, scan, block, reverse, projection and step belong to memory_tnt (torch only),
-# kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, features, convolution,
-# masks, continuation and cache_name to modeling_tnt, state to cache_tnt.
+# derivative, grid, coefficients, network, scan, block, reverse, projection, step and operators belong to memory_tnt
+# (torch only), kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, features, convolution, masks,
+# continuation and cache_name to modeling_tnt, state to cache_tnt.
 ARROWS = {
     "configuration_tnt": set(),
     "costs_tnt": {"configuration_tnt"},
@@ -52,6 +52,7 @@ ARROWS = {
     },
     "inputs_tnt": {"features_tnt"},
     "step_tnt": {"network_tnt"},
+    "operators_tnt": {"step_tnt"},
     "kernels_parts_tnt": set(),
     "kernels_choice_tnt": {"kernels_parts_tnt"},
     "kernels_local_tnt": {"kernels_parts_tnt"},
@@ -72,6 +73,7 @@ ARROWS = {
         "kernels_choice_tnt",
         "kernels_parts_tnt",
         "kernels_projection_tnt",
+        "operators_tnt",
         "precision_tnt",
     },
     "kernels_projection_tnt": {"derivative_tnt", "kernels_parts_tnt"},
@@ -80,6 +82,7 @@ ARROWS = {
     "kernels_decode_tnt": {"kernels_parts_tnt"},
     "memory_tnt": {
         "step_tnt",
+        "operators_tnt",
         "inputs_tnt",
         "features_tnt",
         "network_tnt",
@@ -148,6 +151,7 @@ NO_TENSORS = {
     "configuration_tnt",
     "costs_tnt",
     "denormals_tnt",
+    "operators_tnt",
     "precision_tnt",
 }  # or none with axes
 MAX_LINES = {"memory_tnt.py": 600, "modeling_tnt.py": 900}

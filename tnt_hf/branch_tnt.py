@@ -321,7 +321,7 @@ class TNTMemory(nn.Module):
         else:
             x = torch.cat(shared, -1)
         with full_precision(hidden_states.device):
-            x = x.to(wide(x.dtype)).view(len(x), -1, D)  # the heads of q, k and v, made here, so overwritten here
+            x = x.to(wide(x.dtype)).view(x.shape[0], -1, D)  # the heads of q, k and v, made here, so overwritten here
             keys = x[:, :-H]
             if self.feature_map == "silu":
                 F.silu(keys, inplace=True)

@@ -101,6 +101,17 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
         )
 
 
+def check_program(cache: Cache, position_ids: Tensor | None) -> None:
+    """
+    Raises:
+        ValueError: `torch.export` makes a program that goes on from a [`TNTCache`], and gets no `position_ids`.
+    """
+    if position_ids is not None or not torch.compiler.is_exporting() or not isinstance(cache, TNTCache):
+        return
+    if any(layer.is_initialized for layer in cache.layers) or tokens_read(cache) is not None:
+        raise ValueError(f"position_ids=None: a program that goes on from {CACHE_NAME} cannot count its tokens.")
+
+
 def check_batch(cache: Cache | None, attention_mask: Any, past: int | Tensor, batch: int, length: int) -> None:
     """
     Raises:

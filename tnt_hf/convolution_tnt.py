@@ -127,7 +127,7 @@ def convolve_token(
 
 def _convolve(conv: nn.Module, x: Tensor, taps: int, tail: Tensor | None) -> tuple[Tensor, Tensor]:
     """One part `[B, T, c]` of which every token is there."""
-    before = x.new_zeros(len(x), taps, x.shape[2]) if tail is None else tail.transpose(1, 2)
+    before = x.new_zeros(x.shape[0], taps, x.shape[2]) if tail is None else tail.transpose(1, 2)
     window = torch.cat([before, x], 1)
     # Called as a module, so that adapters on it take effect.
     return conv(window.transpose(1, 2)).transpose(1, 2), window[:, -taps:].transpose(1, 2)
@@ -154,7 +154,7 @@ class _Places(NamedTuple):
             length += last * taps
         last = torch.where(mask, place, taps - 1).amax(1)
         recent = last[:, None] + torch.arange(1 - taps, 1, device=mask.device)
-        row = torch.arange(len(mask), device=mask.device)[:, None]
+        row = torch.arange(mask.shape[0], device=mask.device)[:, None]
         target, recent = (x + row * (length + 1) for x in (torch.where(mask, place, length), recent))
         source = (place - taps).clamp_min(0) + row * (length - taps)
         return cls(mask, length, target.flatten(), source.flatten(), recent.flatten())

@@ -53,7 +53,7 @@ def build_masks(
     by_valid_tokens = padded and implementation in ("sdpa", "eager")
     by_valid_tokens = by_valid_tokens and isinstance(cache, TNTCache | None)
     in_blocks = implementation == "sdpa" and not given and isinstance(cache, TNTCache | None)
-    in_blocks = in_blocks and not (padded and torch.compiler.is_compiling())
+    in_blocks = in_blocks and not (padded and torch.compiler.is_compiling()) and not torch.compiler.is_exporting()
     same_document = None
     if segment_ids is not None:
 
@@ -195,9 +195,11 @@ def document_ids(
         if mask is not None:
             starts = starts & (F.pad(mask[:, :-1], (1, 0)) | (positions == 0))
         ids = starts.cumsum(1)
-    if bool((ids == ids[:, :1]).all()):
+    one = (ids == ids[:, :1]).all()
+    if torch.compiler.is_exporting():  # a program takes one way for every batch
+        torch._assert_async(one, "an exported model reads one document per row, but a row of this batch has several")
         return None
-    return ids
+    return None if bool(one) else ids
 
 
 def default_positions(

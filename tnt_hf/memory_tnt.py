@@ -30,6 +30,7 @@ from .inputs_tnt import check_bound, check_flag, check_inputs, check_positive
 from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan
 from .kernels_parts_tnt import INTERPRETED
 from .network_tnt import Net
+from .operators_tnt import Like, as_operator
 from .precision_tnt import full_precision
 from .projection_tnt import project_queries
 from .reverse_tnt import ChunkScan
@@ -120,6 +121,18 @@ def memory_naive(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, weights: list[Tens
     return memory_chunkwise(q, k, v, lr, weights, implementation="naive", **options)
 
 
+def _results(q, k, v, lr, weights, *, momentum=None, initial_state=None, **options):
+    """What `memory_chunkwise` returns, for `torch.export`."""
+    (B, T, H, _), Hq, K = v.shape, q.shape[2], feature_width(options.get("feature_map", "identity"), q.shape[3])
+    dtype = torch.promote_types(torch.promote_types(q.dtype, weights[0].dtype), torch.float32)
+    W = [Like((B, *w.shape), dtype) for w in weights]
+    M = Like((B, H, K, K), dtype) if options.get("query_projection", "none") != "none" else None
+    state = MemoryState(W, W, None if momentum is None else W, M, Like((B,), torch.long))
+    result = Like((B, T, Hq, v.shape[3]), q.dtype), state if options.get("output_final_state") else None
+    return (*result, Like((B, T, H), dtype)) if options.get("output_surprise") else result
+
+
+@as_operator("memory", _results)
 def memory_chunkwise(
     q: Tensor,
     k: Tensor,

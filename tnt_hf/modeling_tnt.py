@@ -43,7 +43,15 @@ from .branch_tnt import Beside, TNTInitialWeights, TNTMemory, TNTMemoryUnit
 from .cache_name_tnt import CACHE_NAME, CACHE_NAMES, with_cache_name
 from .cache_tnt import TNTCache
 from .configuration_tnt import LAYER_TYPES, TNTConfig
-from .continuation_tnt import EndedRows, NotingCriteria, check_batch, check_cache, check_continuation, check_mask
+from .continuation_tnt import (
+    EndedRows,
+    NotingCriteria,
+    check_batch,
+    check_cache,
+    check_continuation,
+    check_mask,
+    check_program,
+)
 from .convolution_tnt import TNTCausalConv
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
 from .masks_tnt import build_masks, default_positions, document_ids
@@ -228,8 +236,10 @@ class TNTAttention(nn.Module):
             if self.sliding_window == 1:  # the library's dynamic layer never drops anything at a window of 1
                 key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]
         if self.num_persistent_tokens:
-            key = torch.cat([self.persistent_keys.to(key.dtype).expand(len(key), -1, -1, -1), key], dim=2)
-            value = torch.cat([self.persistent_values.to(value.dtype).expand(len(value), -1, -1, -1), value], dim=2)
+            key = torch.cat([self.persistent_keys.to(key.dtype).expand(key.shape[0], -1, -1, -1), key], dim=2)
+            value = torch.cat(
+                [self.persistent_values.to(value.dtype).expand(value.shape[0], -1, -1, -1), value], dim=2
+            )
 
         options = {"dropout": 0.0 if not self.training else self.attention_dropout, "scaling": self.scaling}
         if isinstance(attention_mask, Window):
@@ -288,7 +298,7 @@ class TNTDecoderLayer(GradientCheckpointingLayer):
         if self.variant == "lmm":
             if cache is not None:
                 # Keys of no width: nothing is stored, but the cache goes on counting positions.
-                empty = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 0)
+                empty = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 0)
                 cache.update(empty, empty, self.layer_idx)
             hidden_states = self._memory_layer(hidden_states, cache, memory_inputs)
         else:
@@ -510,6 +520,7 @@ class TNTModel(TNTPreTrainedModel):
             check_cache(cache, self.config, layout)
             past = cache.get_seq_length()
             check_continuation(cache, attention_mask, past, T)
+            check_program(cache, position_ids)
         check_batch(cache, attention_mask, past, B, T)
 
         segment_ids = None

@@ -17,6 +17,7 @@ from .grid_tnt import Layout, batch_layout, dense_grid
 from .inputs_tnt import check_flag, check_positive, check_projection_state, check_rows, check_tensor
 from .kernels_choice_tnt import choose, unsupported_projection
 from .kernels_parts_tnt import INTERPRETED
+from .operators_tnt import Like, as_operator
 from .precision_tnt import full_precision
 
 
@@ -117,6 +118,13 @@ def _causal(pairs: Tensor, groups: int) -> Tensor:
     return pairs
 
 
+def _results(q, k, *, output_final_state=False, **options):
+    """What `project_queries` returns, for `torch.export`."""
+    (B, _, H, K), dtype = k.shape, torch.promote_types(q.dtype, torch.float32)
+    return Like(tuple(q.shape), q.dtype), Like((B, H, K, K), dtype) if output_final_state else None
+
+
+@as_operator("project_queries", _results)
 def project_queries(
     q: Tensor,
     k: Tensor,
