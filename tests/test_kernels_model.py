@@ -1,14 +1,19 @@
 """A model on its Triton kernels, run by the interpreter, is the model in torch: training, prefill and decoding."""
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
 from interpreter import run_cases
 from test_memory import assert_same, make_inputs
 from tiny import tiny_model
+from torch.export import Dim
+from transformers.exporters.configs import DynamoConfig
+from transformers.exporters.exporter_dynamo import DynamoExporter
 
 from tnt_hf import kernels_decode_tnt
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.kernels_features_tnt import TritonFeatures
 from tnt_hf.kernels_global_tnt import TritonGlobal
 from tnt_hf.kernels_projection_tnt import TritonProjection
@@ -105,6 +110,27 @@ def case_pieces_of_a_prompt_then_token_by_token(name):
         return steps
 
     both(name, measure)
+
+
+def case_a_program_has_the_kernels_behind_its_operators(monkeypatch):
+    model = tiny_model(torch.float32, **SHAPE, **VARIANTS[USUAL], memory_implementation="triton")
+    ids = torch.arange(40).view(2, 20) % 13
+    with torch.no_grad():
+        out = model(ids)
+        shapes = {"input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}, "use_cache": None}
+        program = torch.export.export(
+            model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=shapes
+        ).module()
+        step = {"input_ids": ids[:, -1:], "position_ids": ids.new_full((2, 1), 20), CACHE_NAME: out[CACHE_NAME]}
+        exported = DynamoExporter().export_program(model, deepcopy(step), DynamoConfig())[0].module()
+        assert_same([exported(**deepcopy(step)).logits], [model(**deepcopy(step)).logits], CLOSE)
+    calls = []
+    monkeypatch.setattr(
+        TritonScan, "apply", lambda *args, apply=TritonScan.apply: (calls.append(args), apply(*args))[1]
+    )
+    with torch.no_grad():
+        assert_same([program(input_ids=ids[:1, :9], use_cache=False).logits], [model(ids[:1, :9]).logits], CLOSE)
+    assert len(calls) == 2 * 2, "a local memory of each of two layers, in the program and in the model"
 
 
 def case_each_kernel_is_used(monkeypatch):

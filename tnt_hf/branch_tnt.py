@@ -161,12 +161,12 @@ class TNTMemoryUnit(nn.Module):
             "normalize_projection": False,
             "layernorm": affine and [x.to(q.dtype)[:, None] for x in affine],
         }
-        parameters = self.weights._parameters  # iterating over a ParameterList is slow, and so are its guards
-        # a parametrized one is no parameter
+        parameters = self.weights._parameters  # a ParameterList is slow to walk; where parametrized, it is empty
         init = list(parameters.values()) if len(parameters) == len(state.weights) else list(self.weights)
         gates = self.gates(hidden_states, lr_scale, q.dtype)
         tokens = options, q, k, v, *gates, present
-        if choose(FIELD, self.config.memory_implementation, q.device, unsupported_step, q.dtype, init) == "triton":
+        value = "chunk" if torch.compiler.is_exporting() else self.config.memory_implementation  # a program is torch
+        if choose(FIELD, value, q.device, unsupported_step, q.dtype, init) == "triton":
             from .kernels_decode_tnt import token_step
 
             return token_step(state, init, net, *tokens)

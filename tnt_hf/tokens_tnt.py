@@ -40,7 +40,8 @@ def memory_tokens(
         The tokens `[B, T, H, D]` of each part, in `dtype` or `operands`, and the next call's tail `[B, C, taps]`.
     """
     kinds = list(zip([silu, silu, False], units))
-    if operands is not None and tail is None and mask is None and all(map(_is_plain, convs)):
+    by_kernel = operands is not None and not torch.compiler.is_exporting()  # a program is torch, but for the memories
+    if by_kernel and tail is None and mask is None and all(map(_is_plain, convs)):
         documents = None if segment_ids is None else documents_of(segment_ids)
         weights = [conv.weight for conv in convs] or [None] * len(parts)
         tokens = [_fused(*part, documents, head_dim, *kind, operands) for *part, kind in zip(parts, weights, kinds)]
