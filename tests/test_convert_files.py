@@ -1,6 +1,7 @@
 """What a converted folder holds besides weights, and the ways to ask for it: command line, probe, Hub id."""
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -225,12 +226,18 @@ def test_shards_are_read_by_default_up_to_a_size(tmp_path, source, monkeypatch, 
     assert digest == (sha256(shard) if read else None)
 
 
+OUTSIDE = {"../x": {"size": 1, "sha256": hashlib.sha256(b"x").hexdigest()}}
+
+
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"format": 1}', '{"format": 1, "conversion": {}, "files": {"../x": {"size": 1}}}']
+    "content", ["", "[]", '{"format": 1}', json.dumps({"format": 1, "conversion": {}, "files": OUTSIDE})]
 )
 def test_a_damaged_manifest_is_a_finding(tmp_path, content):
-    (tmp_path / MANIFEST).write_text(content)
-    assert len(check_manifest(tmp_path)) == 1
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "x").write_text("x")  # it is there, of the size that is said
+    (folder / MANIFEST).write_text(content)
+    assert len(check_manifest(folder)) == 1
 
 
 # ------------------------------------------------------------------------------------------------- command line, probe

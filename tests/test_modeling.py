@@ -371,8 +371,8 @@ def test_outputs():
     plain = model(ids, return_dict=False)
     assert isinstance(plain, tuple) and torch.equal(plain[0], model(ids).logits)
     assert model(ids, labels=ids, output_surprise=True).surprise is not None
-    base = model.model(ids, output_surprise=True)
-    assert torch.equal(base.surprise[1], output.surprise[1])
+    model.config.output_surprise = True
+    assert torch.equal(model.model(ids).surprise[1], output.surprise[1])
 
 
 @torch.no_grad()

@@ -353,14 +353,26 @@ def see_everything():
     return modeling_tnt, "build_masks", patched
 
 
-def forget_in_inference():
+def forget(when):
     real = branch_tnt.TNTMemory.forward
 
     def patched(self, *args, **options):
         m, surprise = real(self, *args, **options)
-        return (m if torch.is_grad_enabled() else m * 0), surprise
+        return (m * 0 if when(self) else m), surprise
 
     return branch_tnt.TNTMemory, "forward", patched
+
+
+def disturbed_by_padding_behind():
+    def change(real, args, options):
+        o, *rest = real(*args, **options)
+        return (o + (0 if options["mask"] is None else 0.1 * ~options["mask"][:, -1:, None, None]), *rest)
+
+    return memory_op(change)
+
+
+def blind():
+    return torch.nn.Embedding, "forward", lambda self, ids: self.weight[0].expand(*ids.shape, -1)
 
 
 def one_key_too_many():
@@ -385,18 +397,15 @@ BROKEN_MODELS = {
         {"future", "decode", "prefix"},
     ),
     "rows that share one memory": (lambda: output_changed(lambda o: o.mean(0, keepdim=True).expand_as(o)), {"rows"}),
-    "state lost between calls": (
-        lambda: (state_tnt.LayerState, "read", classmethod(lambda *args: None)),
-        {"decode"},
-    ),
+    "state lost between calls": (lambda: (state_tnt.LayerState, "read", classmethod(lambda *args: None)), {"decode"}),
     "padding that enters the memory": (lambda: without("mask"), {"padding"}),
     "a bias that depends on the length": (lambda: output_changed(lambda o: o + 0.1 * (o.shape[1] % 5)), {"prefix"}),
-    "a memory that stops without gradients": (forget_in_inference, {"modes"}),
+    "a memory that stops without gradients": (lambda: forget(lambda _: not torch.is_grad_enabled()), {"modes"}),
+    "a memory that stops in training": (lambda: forget(lambda memory: memory.training), {"modes"}),
+    "padding behind a row that disturbs it": (disturbed_by_padding_behind, {"padding"}),
+    "a model that does not read": (blind, {"future"}),
     "a window one key narrower in one pass": (one_key_too_many, {"parity", "decode"}),
-    "a promise of another size": (
-        lambda: (verify, "memory_state_bytes", lambda *args: 4),
-        {"state size"},
-    ),
+    "a promise of another size": (lambda: (verify, "memory_state_bytes", lambda *args: 4), {"state size"}),
 }
 
 
