@@ -92,6 +92,17 @@ def fault(folder: Path, intact: bool = False) -> str | None:
     return None
 
 
+def check_checkpoint(folder: str | os.PathLike, field: str = "resume", intact: bool = True) -> None:
+    """
+    Raises:
+        ValueError: the folder that `field` names is not there, or is no complete checkpoint. `intact`: files are read.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"{field}={str(folder)!r}: there is no such folder; name a checkpoint, or leave it out")
+    if (why := fault(Path(folder), intact)) is not None:
+        raise ValueError(f"{field}={str(folder)!r}: is no complete checkpoint, {why}")
+
+
 def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
     """The folders `checkpoint-N` of a run, complete or not, by their step."""
     found = {}

@@ -26,9 +26,9 @@ from transformers.utils import logging as hf_logging
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule
 from tnt_hf.recipes.checkpoints import (
     callback_settings,
+    check_checkpoint,
     check_same_run,
     delete_old_checkpoints,
-    fault,
     latest_complete_checkpoint,
     run_state,
     seal,
@@ -126,10 +126,8 @@ class ResumableTrainer(Trainer):
         newest = latest_complete_checkpoint(self.folder, intact=resume == "auto") if automatic else Path(resume)
         if resume == "never" and newest is not None:
             raise ValueError(f"resume='never': {self.folder} holds {newest.name} already; choose another output_dir")
-        if not automatic and not newest.is_dir():
-            raise ValueError(f"resume={str(resume)!r}: there is no such folder; name a checkpoint, or leave it out")
-        if not automatic and (why := fault(newest, intact=True)) is not None:
-            raise ValueError(f"resume={str(resume)!r}: is no complete checkpoint, {why}")
+        if not automatic:
+            check_checkpoint(newest)
         if dist.is_initialized():
             found: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(found, None if newest is None else newest.name)

@@ -119,6 +119,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     tnt_hf.register()
     from transformers import set_seed
 
+    from tnt_hf.recipes.checkpoints import check_checkpoint
     from tnt_hf.recipes.model_card_tables import portable, portable_command
     from tnt_hf.recipes.models import build_model, load_tokenizer
     from tnt_hf.recipes.objectives import OBJECTIVES
@@ -139,6 +140,8 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
         keep_freed_memory()
     say = (lambda line: print(line, flush=True)) if args.process_index == 0 else (lambda line: None)
     check_reports(args.report_to)
+    if args.resume_from_checkpoint not in (None, "auto", "never"):
+        check_checkpoint(args.resume_from_checkpoint, "resume_from_checkpoint", intact=False)
     check_output(Path(args.output_dir), recipe.given)
     if args.process_index == 0:
         check_unused(Path(args.output_dir))

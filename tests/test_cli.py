@@ -275,10 +275,16 @@ def test_lists_of_integers_are_given_with_spaces_or_commas_as_to_train(option, n
         assert capsys.readouterr().err.endswith(f"{expected}\n")
 
 
-@pytest.mark.parametrize("mistake", [["--max-new-tokens", "0"], ["--temperature", "-1"], ["--prompt", ""]])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "--max-new-tokens 0", "--temperature -1", "--temperature nan", "--temperature inf", "--prompt ",
+        "--top-p 0 --temperature 1", "--top-p 1.5 --temperature 1", "--top-p nan", "--top-p 0.9",
+    ],
+)  # fmt: skip
 def test_generate_names_the_mistake(model_folder, mistake, capsys):
-    assert main(["generate", model_folder, "--prompt", "abc", *mistake]) == 2
-    assert mistake[0] in capsys.readouterr().err
+    assert main(["generate", model_folder, "--prompt", "abc", *mistake.split(" ")]) == 2
+    assert mistake.split()[0] in capsys.readouterr().err
 
 
 def test_generate_takes_any_causal_language_model_and_refuses_what_it_cannot_use(model_folder, tmp_path, capsys):

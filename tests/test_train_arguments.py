@@ -284,6 +284,15 @@ def test_a_mistake_is_named_in_one_line(arguments, message, capsys):
     assert message in error and "hf_secret" not in error
 
 
+def test_what_is_no_checkpoint_is_named_before_the_run_has_a_folder(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for name, why in (("nowhere", "there is no such folder"), ("empty", "is no complete checkpoint, has no ")):
+        words = ["--resume_from_checkpoint", str(tmp_path / name), "--output_dir", str(tmp_path / "run")]
+        assert main([*words, "--tokenizer", "somewhere", "--use_cpu"]) == 2
+        assert f"resume_from_checkpoint='{tmp_path / name}': {why}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_package_that_is_missing_is_named_before_the_run(monkeypatch):
     monkeypatch.setattr(recipe_file, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="use_liger_kernel=True: needs the package liger-kernel"):

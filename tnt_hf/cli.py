@@ -6,6 +6,7 @@ the input ends as one line on standard error with exit status 2; any other excep
 
 import argparse
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy decoding")
-    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--top-p", type=float, default=1.0, help="of the probability, what is sampled from")
     generate.add_argument("--seed", type=int, default=0, help="of sampling")
     generate.add_argument(
         "--local-chunk-sizes", action=Integers, nargs="+", metavar="C", help="one for all or one per memory"
@@ -301,8 +302,12 @@ def run_generate(options) -> None:
 
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
-    if options.temperature < 0:
-        raise ValueError(f"--temperature {options.temperature}: must not be negative")
+    if not 0 <= options.temperature < math.inf:
+        raise ValueError(f"--temperature {options.temperature}: must be a number of at least 0")
+    if not 0 < options.top_p <= 1:
+        raise ValueError(f"--top-p {options.top_p}: must be above 0 and at most 1")
+    if options.top_p < 1 and not options.temperature:
+        raise ValueError(f"--top-p {options.top_p}: has no effect at --temperature 0, which is greedy decoding")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
     if tokenizer is None:
