@@ -46,6 +46,7 @@ def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[
             what = "the source or the arguments of the run's conversion have changed" if before else "no run made it"
             raise ValueError(f"output_dir: {target} is another conversion, {what}; choose another output_dir")
     say(f"converting {model.source} into {target}")
+    new = not target.parent.exists()
     try:
         with naming("source", model.source):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -55,6 +56,8 @@ def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[
     except Exception:
         if not there:
             record.unlink(missing_ok=True)
+            if new and not any(target.parent.iterdir()):
+                target.parent.rmdir()
         raise
     return target
 

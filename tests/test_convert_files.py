@@ -347,6 +347,7 @@ def test_the_command_line(tmp_path, source, monkeypatch, capsys):
         (["source", "result", "say=1"], "cannot be set"),
         (["source", "result", "--dtype", "int8"], "int8"),
         (["source", "result", "--max-shard-size", "big"], "max_shard_size='big'"),
+        (["source", "result", "--config", "nowhere.yaml"], "--config nowhere.yaml: is no file"),
     ],
 )
 def test_a_mistake_is_one_line_and_makes_nothing(tmp_path, source, monkeypatch, arguments, message):

@@ -258,6 +258,11 @@ def test_a_conversion_is_made_once_and_made_anew_until_a_run_has_saved(teacher, 
         prepare(other)
     with pytest.raises(ValueError, match=r"convert.windw=8: .* did you mean 'window'"):
         prepare([*arguments.split(), "--convert.windw", "8"])
+    Path("empty").mkdir()
+    for output in ("refused", "empty"):
+        with pytest.raises(ValueError, match="memory_depth=0: must be"):
+            prepare([*arguments.replace("once", output).split(), "--convert.memory_depth", "0"])
+    assert not Path("refused").exists() and not any(Path("empty").iterdir())
 
 
 # --- sft ------------------------------------------------------------------------------------------------------------
