@@ -56,7 +56,7 @@ def results(model: torch.nn.Module, inputs: dict) -> dict[str, torch.Tensor]:
         return get_leaf_tensors(model(**copy.deepcopy(inputs)))
 
 
-@pytest.mark.parametrize("mode", often("default", "momentum and forgetting", "quadratic keys"))
+@pytest.mark.parametrize("mode", often("default", "momentum and forgetting", "stage 2"))
 def test_one_program_serves_every_batch(mode):
     model = tiny_model(**MODES[mode])
     exported = program(model, dict(SAMPLE))
@@ -78,7 +78,7 @@ def test_without_padding_and_with_fixed_sizes(mode):
 
 
 @pytest.mark.parametrize("mode", often("default"))
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"])
 def test_prefill_and_decode_step_of_generate(mode, dynamic):
     model = tiny_model(**MODES[mode])
     for name, (part, inputs) in decompose_for_generation(model, dict(SAMPLE)).items():
