@@ -156,7 +156,8 @@ class Block(Products):
         whole = np.stack([self.get(x, UNSIGNED[dtype.itemsize // len(parts)]) for x in parts], 1)
         to = self.several(to)
         for x, part in zip(to, whole.view(UNSIGNED[dtype.itemsize // len(to)]).T, strict=True):
-            self.set(x, part, mask)
+            if x[1] != "_":  # which nobody reads
+                self.set(x, part, mask)
 
     def do_mul(self, i: Instruction, mask) -> None:
         self.product(i, mask, "mul")

@@ -55,7 +55,8 @@ class Instruction:
     def __init__(self, text: str):
         self.text = text
         inverted, self.guard, name, rest = re.fullmatch(r"(?:@(!?)(%\w+)\s+)?(\S+)\s*(.*)", text, re.S).groups()
-        self.inverted, self.name, self.parts = inverted == "!", name, name.split(".")
+        self.inverted, self.name = inverted == "!", name
+        self.parts = name.replace("shared::cta", "shared").split(".")  # Triton 3.8 writes what 3.9 leaves out
         self.operands = [operand(x) for x in split(rest)]
 
 
