@@ -13,7 +13,7 @@ from transformers.exporters.configs import DynamoConfig
 from transformers.exporters.exporter_dynamo import DynamoExporter
 from transformers.exporters.utils import decompose_for_generation, get_leaf_tensors
 
-from tnt_hf import TNTForSequenceClassification
+from tnt_hf import TNTCache, TNTForSequenceClassification
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion import TNTInjectionConfig, inject
 
@@ -139,8 +139,8 @@ def test_of_torch_alone():
     model = tiny_model()
     shapes = {"input_ids": {0: ROWS, 1: LENGTH}, "use_cache": None}
     with torch.no_grad():
-        found = torch.export.export(model, (), {"input_ids": SAMPLE["input_ids"], "use_cache": False},
-                                    dynamic_shapes=shapes)  # fmt: skip
+        sample = {"input_ids": SAMPLE["input_ids"], "use_cache": False}
+        found = torch.export.export(model, (), sample, dynamic_shapes=shapes)
     operators = [str(node.target) for node in found.graph.nodes if "tnt_hf" in str(node.target)]
     assert operators == ["tnt_hf.project_queries.default", *["tnt_hf.memory.default"] * 3] * 2
     for other in OTHERS.values():
@@ -181,10 +181,13 @@ def test_a_saved_program_runs_where_the_package_is_imported(tmp_path):
 def test_what_a_program_cannot_do_is_refused():
     model = tiny_model()
     positions = torch.arange(13).expand(2, 13)
-    exported = program(model, {"input_ids": SAMPLE["input_ids"], "position_ids": positions, "use_cache": False})
-    packed = torch.cat([torch.arange(6), torch.arange(7)]).expand(2, 13)
-    with pytest.raises(RuntimeError, match="one document per row"), torch.no_grad():
-        exported(input_ids=SAMPLE["input_ids"], position_ids=packed)
+    inputs = {"input_ids": SAMPLE["input_ids"], "position_ids": positions}
+    packed = inputs | {"position_ids": torch.cat([torch.arange(6), torch.arange(7)]).expand(2, 13)}
+    for cache in ({}, {CACHE_NAME: TNTCache(model.config)}):
+        exported = program(model, inputs | copy.deepcopy(cache))
+        assert results(exported, inputs | cache)
+        with pytest.raises(RuntimeError, match="one document per row"):
+            results(exported, packed | cache)
     with torch.no_grad():
         cache = model(**SAMPLE)[CACHE_NAME]
     mask = torch.nn.functional.pad(SAMPLE["attention_mask"], (0, 1), value=1)

@@ -79,20 +79,18 @@ class _ValidWindow:
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, valid: Tensor | None = None, **kwargs):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        total = keys.shape[2]
+        total, exporting = keys.shape[2], torch.compiler.is_exporting()
         keep = torch.sym_min(self.sliding_window - 1, total)
-        if valid is not None or torch.compiler.is_exporting():  # the library's exporter switches its layer's cut off
-            last = torch.arange(total - keep, total, device=keys.device)
+        # a slice would tie a program to lengths on one side of the window
+        last = torch.arange(total - keep, total, device=keys.device) if exporting else slice(total - keep, total)
         if valid is not None:
             earlier = valid.new_ones(valid.shape[0], total - valid.shape[1])
-            order = torch.argsort(torch.cat([earlier, valid], 1).int(), dim=1, stable=True).index_select(1, last)
+            order = torch.argsort(torch.cat([earlier, valid], 1).int(), dim=1, stable=True)[:, last]
             self.keys, self.values = (
                 x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])) for x in (keys, values)
             )
-        elif torch.compiler.is_exporting():
-            self.keys, self.values = keys.index_select(2, last), values.index_select(2, last)
-        elif keep == 0:  # `[-0:]` is everything, so the library's layer drops nothing at a window of 1
-            self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+        elif exporting or keep == 0:  # the library's layer drops nothing at a window of 1, and in its exporter
+            self.keys, self.values = keys[:, :, last], values[:, :, last]
         elif total > 2 * self.sliding_window:  # a slice would keep the whole prompt in memory
             self.keys, self.values = self.keys.clone(), self.values.clone()
         return keys, values

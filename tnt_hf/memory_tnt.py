@@ -121,7 +121,7 @@ def memory_naive(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, weights: list[Tens
     return memory_chunkwise(q, k, v, lr, weights, implementation="naive", **options)
 
 
-def _results(q, k, v, lr, weights, *, momentum=None, initial_state=None, **options):
+def _results(q, k, v, lr, weights, *, momentum=None, **options):
     """What `memory_chunkwise` returns, for `torch.export`."""
     (B, T, H, _), Hq, K = v.shape, q.shape[2], feature_width(options.get("feature_map", "identity"), q.shape[3])
     dtype = torch.promote_types(torch.promote_types(q.dtype, weights[0].dtype), torch.float32)
