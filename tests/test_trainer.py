@@ -10,12 +10,19 @@ from peft import get_peft_model
 from tiny import tiny_model, tokens
 from torch.nn import functional as F
 from train_killer import CONFIG, samples, trainer
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import tnt_hf
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import lora_config
-from tnt_hf.recipes.callbacks import WindowDropout
+from tnt_hf.recipes.callbacks import Printer, Progress, WindowDropout
 from tnt_hf.recipes.exact_resume import LOG
 from tnt_hf.recipes.finite import stop_if_not_finite
 from tnt_hf.recipes.objectives import next_token
@@ -108,6 +115,13 @@ def test_a_teacher_is_frozen_and_knows_no_dropout(tmp_path):
     run = RecipeTrainer(model, TrainingArguments(str(tmp_path), report_to="none", use_cpu=True), teacher=teacher)
     assert run.teacher is teacher and not teacher.training and model.training
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
+
+
+def test_one_process_trains_on_one_gpu(tmp_path, caplog):
+    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    args._n_gpu = 2  # as where two are visible; `Trainer` would copy the model to both in every step
+    run = RecipeTrainer(TNTForCausalLM(TNTConfig(**CONFIG)), args)
+    assert run.args.n_gpu == 1 and "2 GPUs are visible to this one process" in caplog.text
 
 
 def test_the_evaluation_loss_is_the_mean_over_scored_tokens(tmp_path):
@@ -279,6 +293,21 @@ def test_what_is_logged(done):
     evaluated = [entry for entry in done.state.log_history if "eval_loss" in entry]
     assert [entry["step"] for entry in evaluated] == [4]
     assert evaluated[0]["eval_perplexity"] == pytest.approx(math.exp(evaluated[0]["eval_loss"]))
+
+
+def test_the_last_step_is_logged_and_evaluated_whatever_the_interval(tmp_path):
+    """And once: an evaluation that was due there is not repeated."""
+    run = trainer(tmp_path, logging_steps=7, eval_strategy="steps", eval_steps=2, **NO_SAVE)
+    run.fit()
+    for name in ("loss", "eval_loss"):
+        assert [entry["step"] for entry in run.state.log_history if name in entry] == [2]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_one_callback_shows_the_progress(tmp_path, quiet):
+    run = trainer(tmp_path, disable_tqdm=quiet, **NO_SAVE)
+    shown = [type(x) for x in run.callback_handler.callbacks if isinstance(x, (ProgressCallback, PrinterCallback))]
+    assert shown == [Printer if quiet else Progress]
 
 
 def test_the_log_file_is_the_log(done):
