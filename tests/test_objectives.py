@@ -9,7 +9,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import LiZAConfig, TNTInjectionConfig, inject, lora_config
 from tnt_hf.recipes.data import IGNORED
-from tnt_hf.recipes.objectives import OBJECTIVES, alignment, attention_modules, distillation, next_token, with_memory
+from tnt_hf.recipes.objectives import (
+    OBJECTIVES,
+    alignment,
+    attention_modules,
+    distillation,
+    next_token,
+    next_token_sums,
+    with_memory,
+)
 from tnt_hf.recipes.optimization import KINDS, decays, kind_of, parameter_groups
 
 
@@ -116,6 +124,24 @@ def test_alignment_is_the_mean_over_layers_of_the_error_of_attention_and_memory(
     errors = [sum(float((found[i][b, t] - wanted[i][b, t]).pow(2).mean()) for b, t in places) for i in found]
     loss, _ = alignment(student, inputs, None, teacher)
     assert float(loss) == pytest.approx(sum(errors) / len(errors) / len(places), rel=1e-4)  # float32
+
+
+def test_losses_of_half_precision_are_of_float32():
+    """The model's numbers are rounded, what is made of them is not."""
+    teacher = llama()
+    student, teacher, inputs = hybrid(teacher).bfloat16(), teacher.bfloat16(), batch()
+    places = tuple(zip(*scored(inputs["labels"])))
+    with torch.no_grad():
+        mine, wanted = (x(inputs["input_ids"], use_cache=False).logits.double()[places] for x in (student, teacher))
+        mine, wanted = mine.log_softmax(-1), wanted.log_softmax(-1)
+        losses = F.nll_loss(mine, inputs["labels"][:, 1:][places], reduction="none")
+        divergence = (wanted.exp() * (wanted - mine)).sum() / len(losses)
+        sums = next_token_sums(student, inputs)
+        assert next_token(student, inputs)[0].item() == pytest.approx(losses.mean().item(), rel=1e-5)
+        assert sums[:, 0].sum().item() == pytest.approx(losses.sum().item(), rel=1e-5)
+        assert distillation(student, inputs, None, teacher)[0].item() == pytest.approx(divergence.item(), rel=1e-5)
+        assert alignment(student, inputs, None, teacher)[0].dtype == torch.float32
+        assert alignment(student, inputs, None, teacher.float())[0].isfinite()  # a teacher of another precision
 
 
 def test_alignment_sees_no_error_of_another_layer(models):

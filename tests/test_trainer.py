@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import numpy as np
 import pytest
@@ -324,6 +325,15 @@ def test_tensorboard_has_the_same_numbers(done):
     for name in ("loss", "tokens_per_second", "memory/gate/layer_0", "memory/surprise", "learning_rate/memory"):
         points = {point.step: point.value for point in events.Scalars(f"train/{name}")}
         assert points[4] == pytest.approx(entries[4][name], rel=1e-6), name
+
+
+def test_the_clock_of_tokens_per_second_stands_still_while_nothing_is_trained(tmp_path):
+    run = trainer(tmp_path, **NO_SAVE)
+    run._batch = {"input_ids": run.eval_dataset[0]["input_ids"][None]}
+    for pause in (run.evaluate, run._probe):
+        begun, clock = time.perf_counter(), run._clock
+        pause()
+        assert 0 < run._clock - clock < time.perf_counter() - begun
 
 
 def test_reading_the_memory_does_not_change_the_training(tmp_path):

@@ -12,21 +12,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import get_peft_model
+from safetensors.torch import load_file
 from train_killer import CONFIG, samples, trainer
 from transformers import TrainerState, TrainingArguments
 
-from tnt_hf.conversion import lora_config
+from tnt_hf.conversion import LiZACallback, lora_config
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule
 from tnt_hf.recipes.checkpoints import (
     FIXED,
     SEAL,
     _differences,
+    callback_settings,
     checkpoints,
     delete_old_checkpoints,
     fault,
     latest_complete_checkpoint,
     run_state,
 )
+from tnt_hf.recipes.objectives import next_token
 
 
 SHORT = {"max_steps": 4, "save_steps": 2, "eval_on_start": False}
@@ -68,6 +71,24 @@ def test_a_run_killed_anywhere_ends_as_if_nothing_had_happened(tmp_path):
 
 
 # --- which checkpoint ---
+
+
+def test_a_run_keeps_its_best_checkpoint_beside_the_newest(tmp_path):
+    settings = {"max_steps": 3, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "save_total_limit": 2}
+    run = trainer(tmp_path, **settings, load_best_model_at_end=True)
+    run.objective = lambda *call: (-next_token(*call)[0], None)  # worse with every step
+    run.fit()
+    assert [x.name for x in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
+    best, saved = (load_file(x / "model.safetensors") for x in (tmp_path / "checkpoint-1", tmp_path))
+    assert all(torch.equal(best[name], saved[name]) for name in best)
+
+
+def test_a_run_that_is_over_keeps_its_time_and_its_tokens(copy):
+    again = trainer(copy, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT)
+    again.fit()
+    before = json.loads((checkpoints(copy)[-1] / "progress_0.json").read_text())["seconds"]
+    assert again.had_ended and again.seconds > before > 0
+    assert again._tokens_logged == again.state.num_input_tokens_seen == 4 * 4 * 32
 
 
 def test_only_complete_checkpoints_count(copy, caplog):
@@ -136,12 +157,19 @@ def test_a_partial_checkpoint_never_costs_a_complete_one(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
 
 
-def test_the_best_checkpoint_stays(tmp_path):
+@pytest.mark.parametrize("limit, left", [(1, [1, 4]), (2, [1, 4]), (3, [1, 3, 4]), (None, [1, 2, 3, 4])])
+def test_the_best_and_the_newest_checkpoint_stay(tmp_path, limit, left):
+    """As in `Trainer` the best one is among the `save_total_limit`, unless that leaves no room for the newest."""
     sealed(tmp_path, 1, 2, 3, 4)
-    delete_old_checkpoints(tmp_path, limit=2, best=str(tmp_path / "checkpoint-1"))
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
-    delete_old_checkpoints(tmp_path, limit=None)
-    assert len(checkpoints(tmp_path)) == 3
+    delete_old_checkpoints(tmp_path, limit, best=str(tmp_path / "checkpoint-1"))
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in left]
+
+
+def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path, monkeypatch):
+    sealed(tmp_path, 1, 2)
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # killed before it could delete anything
+    delete_old_checkpoints(tmp_path, limit=1)
+    assert fault(tmp_path / "checkpoint-1") is not None and fault(tmp_path / "checkpoint-2") is None
 
 
 def test_a_checkpoint_can_be_named(copy, capsys):
@@ -289,6 +317,11 @@ def test_another_schedule_of_chunk_sizes_is_refused(run):
     again.add_callback(ChunkSizeSchedule({4: [8, 8]}))
     with pytest.raises(ValueError, match=r"callbacks.ChunkSizeSchedule.4=\[8, 8\]: the run was begun with \[4, 8\]"):
         again.fit()
+
+
+def test_another_schedule_of_mixing_is_another_run():
+    before, now = (callback_settings([LiZACallback(final_weight=weight)]) for weight in (0.5, 0.4))
+    assert "LiZACallback.final_weight=0.4: the run was begun with 0.5" in list(_differences(before, now))
 
 
 def test_more_steps_are_allowed_and_said(copy, caplog):

@@ -281,10 +281,11 @@ def two_ranks(folder: Path) -> None:
     assert in_a_child(lambda: trainer(folder / "alone", save_strategy="no", **calm).fit()) == 0
     assert ranks(lambda rank: trainer(folder / "two", **options, **calm).fit()) == [0, 0]
     one, two = log_of(folder / "alone"), log_of(folder / "two")
-    losses = [[entry["loss"] for entry in log if "loss" in entry] for log in (one, two)]
-    assert len(losses[0]) == STEPS // LOGGING_STEPS
-    # The same sums in another order: float32 rounding of a loss near 4, which the steps carry on.
-    assert all(abs(a - b) < 2e-5 for a, b in zip(*losses)), losses
+    for key, count in (("loss", STEPS // LOGGING_STEPS), ("eval_loss", 1)):
+        losses = [[entry[key] for entry in log if key in entry] for log in (one, two)]
+        assert len(losses[0]) == len(losses[1]) == count
+        # The same sums in another order: float32 rounding of a loss near 4, which the steps carry on.
+        assert all(abs(a - b) < 2e-5 for a, b in zip(*losses)), losses
     assert [entry.get("tokens") for entry in one] == [entry.get("tokens") for entry in two]
 
     def spoil(rank):
