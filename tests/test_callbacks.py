@@ -13,7 +13,7 @@ from tnt_hf import TNTCache
 from tnt_hf.branch_tnt import TNTMemory
 from tnt_hf.conversion import LiZAConfig, inject
 from tnt_hf.gate_tnt import TNTMemoryGate
-from tnt_hf.recipes.callbacks import ChunkSizeSchedule, WindowDropout, narrow_window
+from tnt_hf.recipes.callbacks import ChunkSizeSchedule, Printer, WindowDropout, narrow_window
 from tnt_hf.recipes.memory_statistics import all_closed, first_row, memory_statistics
 from tnt_hf.recipes.training_plots import smoothed, spans_decades
 from tnt_hf.state_tnt import LayerState, StateLayout
@@ -43,6 +43,7 @@ def test_the_probability_grows_over_the_warmup():
     callback = WindowDropout(1.0, warmup_steps=1000, seed=3)
     quarters = [callback.share(start, start + 250) for start in (0, 250, 500, 750, 1000)]
     assert quarters == sorted(quarters) and quarters[0] < 0.25 and quarters[-1] == 1.0
+    assert callback.settings == {"probability": 1.0, "warmup_steps": 1000}  # those of a run that goes on
 
 
 @pytest.mark.parametrize("probability", [-0.1, 1.1, "0.5", True, float("nan"), None])
@@ -64,6 +65,7 @@ def test_a_narrowed_step_sees_an_eighth_of_the_window():
     callback = WindowDropout(1.0)
     with torch.no_grad():
         whole, expected = model(ids).logits, narrow(ids).logits
+        at(callback, "on_step_begin", 0, model)  # of a step that something stopped
         at(callback, "on_step_begin", 0, model)
         assert torch.equal(model(ids).logits, expected) and not torch.equal(whole, expected)
         at(callback, "on_step_end", 1, model)
@@ -124,6 +126,17 @@ def test_a_window_that_the_memory_needs_is_refused_and_kept():
     assert model.config.sliding_window == 32 and model.model.layers[0].self_attn.sliding_window == 32
 
 
+# --- the terminal ---
+
+
+def test_a_line_says_nothing_about_single_layers(capsys):
+    state, control = TrainerState(is_local_process_zero=True), TrainerControl()
+    for logs in ({"memory/gate/layer_0": 0.5, "epoch": 0.1}, {"loss": 2.0, "memory/gate": 0.5, "epoch": 0.1}):
+        Printer().on_log(None, state, control, logs=logs)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "loss" in line and "epoch" in line and "memory" not in line
+
+
 # --- chunk sizes ---
 
 
@@ -144,7 +157,7 @@ def test_sizes_follow_the_steps(tmp_path):
 
 
 def test_a_continued_run_has_the_sizes_of_its_step():
-    model, callback = tiny_model(), ChunkSizeSchedule({2: [1, 2], 4: [8, 8]})
+    model, callback = tiny_model(), ChunkSizeSchedule({4: [8, 8], 2: [1, 2]})
     for step, expected in ((0, [2, 4]), (2, [2, 4]), (3, [1, 2]), (5, [8, 8])):
         model.config.local_chunk_sizes = [2, 4]
         at(callback, "on_train_begin", step, model)
@@ -334,7 +347,11 @@ def test_layers_without_memory_are_absent():
 def test_reading_leaves_nothing_behind(training):
     model = tiny_model(attention_dropout=0.5).train(training)
     before, hooks = torch.get_rng_state(), sum(len(m._forward_hooks) for m in model.modules())
+    shapes = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: shapes.append(out.shape[1]))
     first = memory_statistics(model, row())
+    hook.remove()
+    assert shapes == [1], "nobody reads the other logits, and they are large"
     assert model.training is training and torch.equal(torch.get_rng_state(), before)
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == hooks
     assert all(p.grad is None for p in model.parameters()) and memory_statistics(model, row()) == first
