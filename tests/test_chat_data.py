@@ -92,13 +92,16 @@ def test_prefixes_and_marks_agree_with_a_vocabulary_of_words():
     assert scored_texts(marked, a.ids, a.scored) == ["three of us<|endoftext|>", "Hello there<|endoftext|>"]
 
 
-@pytest.mark.parametrize("template", [DATED, DATED.replace(UNMARKED, PLAIN_TEMPLATE), DATED_BY_CALLER])
+SHORT_MONTH = DATED.replace("%d %b %Y", "%-d %b %Y|%-m")
+
+
+@pytest.mark.parametrize("template", [DATED, SHORT_MONTH, DATED.replace(UNMARKED, PLAIN_TEMPLATE), DATED_BY_CALLER])
 def test_tokens_do_not_depend_on_the_day(template):
     """A template that writes the date, as Llama 3.2's does, is told the same one always."""
     tokenizer = bytes_tokenizer(template)
     encoder = ChatEncoder(tokenizer, True, 500)
     (encoded,) = encoder.encode([SHORT])
-    assert tokenizer.decode(encoded.ids).startswith("26 Jul 2024|")
+    assert tokenizer.decode(encoded.ids).startswith("26 Jul 2024|7|" if template == SHORT_MONTH else "26 Jul 2024|")
     assert scored_texts(tokenizer, encoded.ids, encoded.scored)[0].startswith("Hello")
     assert encoder.settings()["date"] == "2024-07-26"
 

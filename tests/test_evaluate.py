@@ -11,7 +11,8 @@ from evaluation_oracles import V, llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_hosts import OPEN_LIZA
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.cli import main as tnt
@@ -88,7 +89,8 @@ def test_every_task_has_its_section(evaluated):
     assert sum(row["tokens"] for row in perplexity["by_position"]) == perplexity["tokens"] == 300
     logs = [row["tokens"] * math.log(row["perplexity"]) for row in perplexity["by_position"]]
     assert math.log(perplexity["overall"]) == pytest.approx(sum(logs) / 300)
-    assert [set(row) >= {"distance", "accuracy", "samples", "chance"} for row in results["passkey"]]
+    assert perplexity["by_position"][-1]["to"] == 128, "however few tokens, a document fills the context"
+    assert all(set(row) >= {"distance", "accuracy", "samples", "chance"} for row in results["passkey"])
     assert all(row["questions"] and 0 < row["chance"] < 1 for row in results["recall"])
     assert [row["context"] for row in results["cost"]] == [32, 128]
     ablations = results["ablations"]
@@ -263,6 +265,7 @@ def test_a_damaged_folder_is_refused(folder, tmp_path, file, message):
         ({"tasks": "perplexity,speed"}, "tasks: 'speed' is none of perplexity"),
         ({"tasks": ""}, "tasks: '' is none of"),
         ({"tokens": 0}, "tokens=0"),
+        ({"tokens": True}, "tokens=True"),
         ({"samples": 1.5}, "samples=1.5"),
         ({"batch_size": -1}, "batch_size=-1"),
         ({"context": [0, 8]}, r"context=\[0, 8\]"),
@@ -300,6 +303,10 @@ def test_a_context_beyond_the_models_is_told_or_refused(tokenizer):
 def test_a_tokenizer_of_another_model_is_refused(tokenizer):
     with pytest.raises(ValueError, match="gives token id .*, the model knows 100"):
         evaluate(llama(vocab_size=100), tokenizer, **{**QUICK, "tasks": "perplexity"})
+    highest = max(tokenizer("text")["input_ids"])
+    assert documents_of(["text"], tokenizer, 60, 40, highest + 1)
+    with pytest.raises(ValueError, match=f"gives token id {highest}, the model knows {highest}"):
+        documents_of(["text"], tokenizer, 60, 40, highest)
 
 
 def test_documents_are_read_up_to_the_number_of_tokens(tokenizer):
@@ -309,6 +316,15 @@ def test_documents_are_read_up_to_the_number_of_tokens(tokenizer):
     documents, facts = documents_of(texts[:3], tokenizer, 400, 40, V)
     assert [len(ids) for ids in documents] == [390, 10], "what was cut is longer where there is nothing else"
     assert documents[0] == tokenizer("x" * 390)["input_ids"] and facts == {"documents": 2, "documents_cut": 1}
+    assert documents_of(texts[:1], tokenizer, 500, 40, V)[1] == {"documents": 1, "documents_cut": 0}, "whole at last"
+
+
+def test_a_document_of_few_long_tokens_counts_as_cut_where_its_end_is_not_read():
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "w" * 100: 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    documents, facts = documents_of([f"{'w' * 100} " * 9, "end"], tokenizer, 6, 5, 2)
+    assert list(map(len, documents)) == [2, 1] and facts == {"documents": 2, "documents_cut": 1}
 
 
 def test_the_standard_library_is_read_where_no_training_with_that_eval_share_does(tokenizer):

@@ -96,6 +96,16 @@ def test_losses_are_those_of_a_naive_loop(batch_size):
     assert result["overall"] == pytest.approx(math.exp(sum(flat) / len(flat)), rel=1e-10), "every token counts alike"
 
 
+def test_losses_of_half_precision_are_of_float32():
+    """The logits are rounded, what is made of them is not."""
+    model, rows = llama().bfloat16(), Rows.of(documents(30), 40, begin=3)
+    with torch.no_grad():
+        logits = model(rows.ids[0][None, :-1]).logits[0]
+    expected = -log_softmax(logits.double(), -1).gather(1, rows.ids[0][1:, None])[:, 0]
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(token_losses(model, rows, 1)[0], expected, rtol=1e-6, atol=1e-6)  # float32
+
+
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
     rows = Rows.of(documents(30, 70), 64, begin=None)
     result = perplexity_result(rows, token_losses(uniform(), rows, 2))
@@ -187,7 +197,9 @@ def test_an_open_memory_matters_and_a_closed_one_does_not():
 def test_nats_are_the_rise_of_the_loss():
     rows, model = Rows.of(documents(40, 25), 40, begin=0), tiny_model(memory_gate_init=0.5)
     known = token_losses(model, rows, 2)
-    result = ablation_result(model, rows, 2, known=known)
+    read = []
+    result = ablation_result(model, rows, 2, read.append, known)
+    assert sum(read) == len(rows.ids) * len(ablations(model)), "what is known is not computed again"
     for name, row in result.items():
         rise = math.log(row["perplexity"] / result["all branches"]["perplexity"])
         assert name == "all branches" or row["nats"] == pytest.approx(rise, abs=1e-12)
@@ -227,7 +239,7 @@ def test_the_key_is_where_the_distance_says(tokenizer):
             text = tokenizer.decode(prompt[1:])
             assert text.count(tokenizer.decode(answer)) == 1 and text.endswith("What is the pass key? The pass key is")
             assert prompt[0] == tokenizer.bos_token_id
-    assert len({tuple(answer) for answer in answers}) == 4
+    assert len({tuple(answer) for answer in answers}) == len({tuple(x[:20]) for x in prompts.tolist()}) == 4
 
 
 def test_distances_run_from_the_shortest_to_the_longest():
@@ -288,6 +300,13 @@ def test_strange_logits_while_decoding_are_refused(tokenizer):
         passkey_result(model, tokenizer, 120, 1, 0, 1)
     with pytest.raises(ValueError, match="recall, position 1"):
         recall_result(model, None, 32, 1, 0, 1)
+
+
+def test_a_token_that_is_never_written_is_not_strange(tokenizer):
+    model = llama(cls=Lookup)
+    model.answers = lambda ids: Lookup.answers(model, ids).index_fill(-1, torch.tensor([0]), -math.inf)
+    assert all(row["accuracy"] == 1 for row in passkey_result(model, tokenizer, 120, 1, 0, 1))
+    assert all(row["accuracy"] == 1 for row in recall_result(model, None, 32, 1, 0, 1)[0])
 
 
 def test_the_interval_of_an_accuracy():

@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 from tiny import tiny_model
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from tnt_hf.conversion import LiZACallback, LiZAConfig, inject
 from tnt_hf.conversion.schedules import mag_modules
@@ -110,6 +110,9 @@ def test_reporters_behind_it_see_the_weight(tmp_path):
     assert [entry.get("mag_weight") for entry in reporter.logs] == [0.5, 0.5]  # the step and the summary
     trainer.evaluate(trainer.train_dataset)
     assert reporter.logs[-1]["mag_weight"] == 0.5 and "eval_loss" in reporter.logs[-1]
+    state, logs = TrainerState(global_step=2, log_history=[{"step": 1}]), {}
+    LiZACallback().on_log(None, state, None, trainer.model, logs)
+    assert logs == {"mag_weight": 0.5} and state.log_history == [{"step": 1}], "an entry of another step"
 
 
 def test_accumulation_counts_optimizer_steps(tmp_path):
