@@ -9,13 +9,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoints import reload, save_source
 from safetensors.torch import load_file, save_file
 
-from tnt_hf.conversion import convert, convert_checkpoint
+from tnt_hf.conversion import convert, convert_checkpoint, writer
+from tnt_hf.conversion.files import ROOM
 from tnt_hf.conversion.manifest import MANIFEST, check_manifest
 from tnt_hf.conversion.shards import TORCH, is_finite
 from tnt_hf.conversion.source import INDEX, read_header
@@ -147,6 +149,7 @@ def test_a_damaged_config(tmp_path, source, text):
         ({"link": "link", "dtype": "bfloat16"}, "needs shards of its own"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"seed": -1}, "seed=-1"),
+        ({"seed": True}, "seed=True"),
         ({"max_shard_size": "0"}, "max_shard_size='0'"),
         ({"revision": "main"}, "revision='main'"),
     ],
@@ -371,6 +374,24 @@ def test_overwriting_takes_nothing_that_no_conversion_wrote(tmp_path, source):
     convert_checkpoint(source, result, progress=False, overwrite=True)
     (result / MANIFEST).write_text("")  # an empty file of that name proves nothing
     refused(tmp_path, "never overwritten", output=result, overwrite=True)
+
+
+def test_a_shard_that_does_not_reach_the_disk_ends_the_conversion(tmp_path, source, monkeypatch):
+    def broken(path: Path) -> None:
+        if path.suffix == ".safetensors":
+            raise OSError(errno.EIO, "fsync failed", str(path))
+
+    monkeypatch.setattr(writer, "flush", broken)
+    with pytest.raises(OSError, match="fsync failed"):
+        convert_checkpoint(source, tmp_path / "result", progress=False, dtype="bfloat16")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_disk_without_room_for_the_memory_beside_links_is_noticed_first(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=ROOM + 1))
+    with pytest.raises(OSError, match="GiB are free"):
+        convert_checkpoint(source, tmp_path / "result", progress=False, link="link")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_disk_that_is_too_small_is_noticed_first(tmp_path):

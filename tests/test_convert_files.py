@@ -90,6 +90,20 @@ def test_a_stranger_can_load_it_by_the_quick_start_of_its_card(tmp_path, source)
     assert {path.name: path.read_bytes() for path in result.glob("*.py")} == travelling
 
 
+def test_a_tokenizer_that_config_json_names_is_named_again(tmp_path, source):
+    for name, kind in (("config.json", "GPT2TokenizerFast"), ("tokenizer_config.json", None)):
+        fields = json.loads((source / name).read_text()) | {"tokenizer_class": kind}
+        (source / name).write_text(json.dumps(fields))
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    assert json.loads((result / "config.json").read_text())["tokenizer_class"] == "GPT2TokenizerFast"
+
+
+@pytest.mark.parametrize("dtype, cast", [("float32", False), ("bfloat16", True)])
+def test_a_dtype_that_the_source_has_is_no_cast(tmp_path, source, dtype, cast):
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, dtype=dtype)
+    assert json.loads((result / MANIFEST).read_text())["conversion"]["cast"] is cast
+
+
 def test_tokenizer_generation_config_and_licence_come_along(tmp_path, source):
     generation = json.loads((source / "generation_config.json").read_text()) | {"temperature": 0.5, "do_sample": True}
     (source / "generation_config.json").write_text(json.dumps(generation))
