@@ -164,6 +164,9 @@ def test_the_manifest_notices_every_change(tmp_path, source, link):
     assert entry["how"] == {"link": "linked", "copy": "copied"}[link] and entry["sha256"] is None
     assert add_digests(result) == [shard.name]
     assert check_manifest(result) == [] and add_digests(result) == []
+    assert not any("sha256_from" in file for file in read_manifest(result)["files"].values()), (
+        "all that is new was read"
+    )
 
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
