@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tnt_hf import TNTForCausalLM
 from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.manifest import read_manifest
-from tnt_hf.conversion.shards import NewTensor, blocks, write_shard
+from tnt_hf.conversion.shards import NewTensor, blocks, split_by_size, write_shard
 from tnt_hf.conversion.source import ITEMSIZE, read_header
 
 
@@ -236,6 +236,12 @@ def test_a_cast_equals_loading_the_source_in_that_dtype(tmp_path, dtype):
         a, b = expected(ids).logits, found(ids).logits
     # Llama computes RoPE in float32 even in a float64 model, we do not: 1e-5 is what that rounding comes to.
     assert a.equal(b) if dtype != "float64" else (a - b).abs().max() < 1e-5
+
+
+def test_shards_are_as_full_as_they_may_be():
+    tensors = [NewTensor(str(size), "F16", (size,), torch.Tensor) for size in (3, 2, 1, 9, 4, 1)]
+    assert [[x.shape[0] for x in group] for group in split_by_size(tensors, 10)] == [[3, 2], [1], [9], [4, 1]]
+    assert split_by_size([], 10) == [[]]
 
 
 def test_a_shard_of_odd_sizes(tmp_path):

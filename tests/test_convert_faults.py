@@ -218,6 +218,15 @@ def a_missing_tensor(source: Path):
     edit_index(source, **{"model.norm.weight": None})
 
 
+def without_a_head(source: Path):
+    edit_tensors(holder(source, "lm_head.weight"), lm_head__weight=None)
+    edit_index(source, **{"lm_head.weight": None})
+
+
+def more_layers_than_tensors(source: Path):
+    edit_json(source / "config.json", num_hidden_layers=99)
+
+
 SOURCES = {
     pickle_only: "Pickles can run code",
     adapter: "holds an adapter",
@@ -231,6 +240,8 @@ SOURCES = {
     a_wrong_shape: "has shape [31]",
     an_unknown_tensor: "unknown tensor 'score.weight'",
     a_missing_tensor: "tensor 'model.norm.weight' missing",
+    without_a_head: "tensor 'lm_head.weight' missing",
+    more_layers_than_tensors: "num_hidden_layers=99, but there are 30 tensors",
     lambda source: (source / SHARD).unlink(): "missing",
     lambda source: (source / "config.json").unlink(): "config.json",
     lambda source: (source / INDEX).write_text("{}"): "has no weight_map",
@@ -289,6 +300,30 @@ def test_a_header_that_lies(tmp_path, damage):
     text = damage if isinstance(damage, str) else json.dumps(json.loads(whole[8:end]) | damage)
     path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + whole[end:])
     refused(tmp_path, "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "leave a gap at byte"),
+        (
+            '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {}, "__metadata__": {}}',
+            "twice",
+        ),
+        ('{"a": {"dtype": "F32", "shape": [true, 2], "data_offsets": [0, 8]}}', "header of tensor 'a' is damaged"),
+    ],
+)
+def test_a_header_that_is_no_safetensors(tmp_path, text, message):
+    (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(8))
+    with pytest.raises(ValueError, match=message):
+        read_header(tmp_path / "x")
+
+
+def test_a_fused_tensor_of_another_size(tmp_path):
+    source = save_source(tmp_path / "source", "phi3")
+    name, tensors = "model.layers.0.self_attn.qkv_proj.weight", load_file(source / "model.safetensors")
+    edit_tensors(source / "model.safetensors", **{name: torch.cat([tensors[name], tensors[name][:8]])})
+    refused(tmp_path, f"tensor {name!r} has shape [72, 32], not [64, '...']")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -393,17 +393,19 @@ def test_a_hub_id(tmp_path, source):
         "model.safetensors.index.json": json.dumps(
             {"weight_map": dict.fromkeys(names, "part-1.safetensors")}
         ).encode(),
+        "additional_chat_templates/tool.jinja": b"{{ tools }}",
         "consolidated.safetensors": b"the same again",
         "pytorch_model.bin": b"pickle",
         "modeling_evil.py": b"raise SystemExit",
         "README.md": b"---\nlicense: mit\n---\n",
     }
     with HubServer() as server:
-        server.commits["owner/tiny-llama"] = [("c0ffee" + 34 * "0", files)]
+        wanted, newer = "c0ffee" + 34 * "0", files | {"part-1.safetensors": b"of a newer commit"}
+        server.commits["owner/tiny-llama"] = [(wanted, files), ("decade" + 34 * "0", newer)]
         environment = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
         environment |= {"HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         done = subprocess.run(
-            [sys.executable, "-c", COMMAND, "owner/tiny-llama", "result"],
+            [sys.executable, "-c", COMMAND, "owner/tiny-llama", "result", "--revision", wanted],
             cwd=tmp_path,
             env=os.environ | environment,
             capture_output=True,
@@ -415,6 +417,7 @@ def test_a_hub_id(tmp_path, source):
     result = tmp_path / "result"
     entry = read_manifest(result)["files"]["model-base-00001-of-00001.safetensors"]
     assert entry["how"] == "linked" and entry["sha256"], "the cache names the file by its SHA-256"
+    assert (result / "additional_chat_templates" / "tool.jinja").read_text() == "{{ tools }}"
     assert check_manifest(result) == []
     metadata = yaml.safe_load((result / "README.md").read_text().split("---")[1])
     assert metadata["base_model"] == "owner/tiny-llama" and metadata["license"] == "mit"
