@@ -435,13 +435,13 @@ def test_merged_lora_keeps_the_memory(kind):
     assert not torch.allclose(logits(merged), logits(tiny_host(kind)))  # the trained projections stay
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
 def test_a_whole_model_keeps_its_attention_and_knows_its_name(tmp_path):
     inject(tiny_host("llama", attn="eager"), OPEN_LIZA).save_pretrained(tmp_path)
     loaded = load_injected(tmp_path)
     assert loaded.config._attn_implementation == "tnt_inject_eager" and loaded.name_or_path == str(tmp_path)
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("kind", ["llama", "phi3", "gpt2"])
 def test_unload_without_merging_is_the_source(kind, operator):
     model = train(with_lora(kind, operator, modules_to_save=["lm_head"]))

@@ -1,5 +1,6 @@
 """`export_injected`: the standalone TNT model computes what the injected one did; what cannot be one is refused."""
 
+import copy
 import dataclasses
 import json
 
@@ -184,9 +185,19 @@ def with_nan():
     return model
 
 
+def with_another_layer():
+    model = injected()
+    config = model.model.layers[1].self_attn.memory.config = copy.deepcopy(
+        model.model.layers[1].self_attn.memory.config
+    )
+    config.memory_grad_bound = 0.5
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (with_another_layer, "layer 1: its memory is configured otherwise than that of layer 0"),
         (lambda: tiny_host("llama"), "LlamaForCausalLM: has no injected memory"),
         (lambda: injected(config=OPEN_LIZA), "operator='delta_rule': a TNT model has TNT's memory only"),
         (lambda: injected(config=TNTInjectionConfig(memory_projections="shared")), "after RoPE"),

@@ -330,3 +330,14 @@ def test_left_padding_without_positions_changes_nothing(kind):
     cache = model(ids[:, :30], attention_mask=mask[:, :30], use_cache=True).past_key_values
     later = logits(model, ids[:, 30:], attention_mask=mask, past_key_values=cache)
     torch.testing.assert_close(later, expected[:, 30:], **CLOSE)
+
+
+def test_attention_drops_out_in_blocks_and_where_the_host_trains():
+    """A row that is long enough for a window in blocks; memory is injected in the mode that the host is in."""
+    ids, window = tokens(1, 1200), LiZAConfig(weight=0.0, max_self_attn_length=64)
+    model = inject(tiny_host("llama", attention_dropout=0.5, num_hidden_layers=1), window)
+    assert not any(module.training for module in model.modules())
+    for training in (False, True):
+        torch.manual_seed(0)
+        first, second = (logits(model.train(training), ids, use_cache=False) for _ in range(2))
+        assert torch.equal(first, second) is not training
