@@ -290,6 +290,7 @@ def test_how_much_was_probed_is_told_and_that_it_is_little(tmp_path, source, wor
             "narrows 1 of 3 layers",
         ),
         ("llama", {"window": 5, "keep_full_attention": "auto:4"}, "'auto:4': window=5 narrows 3 of 3 layers"),
+        ("mistral, window", {"window": 4, "keep_full_attention": "auto:4"}, "window=4 narrows 3 of 3 layers"),
     ],
 )
 def test_a_probe_with_nothing_to_measure_or_to_choose_is_refused(tmp_path, case, options, message):
@@ -297,6 +298,12 @@ def test_a_probe_with_nothing_to_measure_or_to_choose_is_refused(tmp_path, case,
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(tmp_path / "source", tmp_path / "result", probe=TEXT * 9, progress=False, **options)
     assert not (tmp_path / "result").exists()
+
+
+@pytest.mark.parametrize("words, measures", [(6, False), (7, True)])
+def test_behind_the_window_a_probe_needs_a_token_that_predicts_another(tmp_path, source, words, measures):
+    with nullcontext() if measures else pytest.raises(ValueError, match="6 tokens, which must be more than window"):
+        convert_checkpoint(source, tmp_path / "result", window=5, probe=" ".join(WORDS[4 : 4 + words]), progress=False)
 
 
 def test_a_layer_that_the_window_does_not_narrow_is_not_chosen(tmp_path):
