@@ -435,10 +435,11 @@ def test_merged_lora_keeps_the_memory(kind):
     assert not torch.allclose(logits(merged), logits(tiny_host(kind)))  # the trained projections stay
 
 
-def test_a_whole_model_keeps_its_attention_and_knows_its_name(tmp_path):
-    inject(tiny_host("llama", attn="eager"), OPEN_LIZA).save_pretrained(tmp_path)
-    loaded = load_injected(tmp_path)
-    assert loaded.config._attn_implementation == "tnt_inject_eager" and loaded.name_or_path == str(tmp_path)
+def test_a_whole_model_keeps_its_attention_and_is_called_what_it_was_asked_for_by(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    inject(tiny_host("llama", attn="eager"), OPEN_LIZA).save_pretrained("saved")
+    loaded = load_injected("saved")
+    assert loaded.config._attn_implementation == "tnt_inject_eager" and loaded.name_or_path == "saved"
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

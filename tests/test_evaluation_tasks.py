@@ -239,7 +239,9 @@ def test_the_key_is_where_the_distance_says(tokenizer):
             text = tokenizer.decode(prompt[1:])
             assert text.count(tokenizer.decode(answer)) == 1 and text.endswith("What is the pass key? The pass key is")
             assert prompt[0] == tokenizer.bos_token_id
-    assert len({tuple(answer) for answer in answers}) == len({tuple(x[:20]) for x in prompts.tolist()}) == 4
+    assert len({tuple(answer) for answer in answers}) == 4
+    prompts, _ = samples.draw(4, samples.shortest, torch.Generator().manual_seed(0))
+    assert len({tuple(prompt[:20]) for prompt in prompts.tolist()}) == 4, "the filler begins anywhere"
 
 
 def test_distances_run_from_the_shortest_to_the_longest():

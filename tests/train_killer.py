@@ -276,7 +276,7 @@ def ranks(work, count: int = 2) -> list[int]:
 
 def two_ranks(folder: Path) -> None:
     """Two processes see what one sees with twice the accumulation, and both stop when one must."""
-    options = {"gradient_accumulation_steps": 1, "save_strategy": "no"}
+    options = {"gradient_accumulation_steps": 1, "save_strategy": "no", "per_device_eval_batch_size": 3}  # of 4 rows
     calm = {"config": {"attention_dropout": 0.0}}  # each process draws its own
     assert in_a_child(lambda: trainer(folder / "alone", save_strategy="no", **calm).fit()) == 0
     assert ranks(lambda rank: trainer(folder / "two", **options, **calm).fit()) == [0, 0]
