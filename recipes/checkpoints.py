@@ -123,9 +123,11 @@ def latest_complete_checkpoint(output_dir: str | os.PathLike, intact: bool = Fal
 
 def delete_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, best: str | None = None) -> None:
     """Delete the oldest complete checkpoints until `limit` are left; the newest and `best` always stay."""
+    if not limit or limit < 0:
+        return
     complete = [path for path in checkpoints(output_dir) if fault(path) is None]
     old = [path for path in complete[:-1] if best is None or path.resolve() != Path(best).resolve()]
-    for path in old[: max(len(complete) - limit, 0)] if limit and limit > 0 else ():
+    for path in old[: max(len(complete) - limit, 0)]:
         # Without its seal first: what a kill leaves of it must not count.
         (path / SEAL).unlink()
         shutil.rmtree(path, ignore_errors=True)

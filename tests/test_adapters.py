@@ -440,6 +440,10 @@ def test_a_whole_model_keeps_its_attention_and_is_called_what_it_was_asked_for_b
     inject(tiny_host("llama", attn="eager"), OPEN_LIZA).save_pretrained("saved")
     loaded = load_injected("saved")
     assert loaded.config._attn_implementation == "tnt_inject_eager" and loaded.name_or_path == "saved"
+    weights = load_file("saved/model.safetensors") | {"model.layers.0.extra.weight": torch.ones(2)}
+    save_file(weights, "saved/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="'model.layers.0.extra.weight' belongs to another model"):
+        load_injected("saved")
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -552,7 +556,8 @@ def test_a_model_is_loaded_from_the_hub(what, adapter, source, tmp_path):
     """Fresh processes whose Hub is on the loopback interface; the adapter names its base by a Hub id."""
     folder = shutil.copytree(adapter[0], tmp_path / "adapter")
     values = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**values, "base_model_name_or_path": "me/base"}))
+    values |= {"base_model_name_or_path": "me/base", "revision": f"{1:040x}"}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
     whole = train(inject(tiny_host("llama"), OPEN_TNT))
     whole.save_pretrained(tmp_path / "whole")
     torch.save(IDS, tmp_path / "ids")
@@ -560,6 +565,7 @@ def test_a_model_is_loaded_from_the_hub(what, adapter, source, tmp_path):
     with HubServer() as server:
         for i, (name, path) in enumerate(repositories.items()):
             server.commits[name] = [(f"{i + 1:040x}", {x.name: x.read_bytes() for x in path.iterdir()})]
+        server.commits["me/base"].append((f"{9:040x}", {"config.json": b"of a newer commit"}))
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         environment |= {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
         command = [sys.executable, "-c", PULL, f"me/{what}", tmp_path / "ids", tmp_path / "logits"]

@@ -123,7 +123,7 @@ def test_two_programs_generate_what_generate_does(mode):
 
 
 def test_the_surprise_and_other_heads():
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     inputs = SAMPLE | {"output_surprise": True}
     found, expected = results(program(model, dict(inputs)), inputs), results(model, inputs)
     assert any("surprise" in name for name in expected)
@@ -160,7 +160,7 @@ def test_an_injected_model():
 
 
 def test_a_saved_program_runs_where_the_package_is_imported(tmp_path):
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     made = DynamoExporter().export_program(model, dict(SAMPLE), DynamoConfig(dynamic=True))[0]
     torch.export.save(made, tmp_path / "model.pt2")
     other = OTHERS["long, padding behind"]
@@ -179,7 +179,7 @@ def test_a_saved_program_runs_where_the_package_is_imported(tmp_path):
 
 
 def test_what_a_program_cannot_do_is_refused():
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=1)
     positions = torch.arange(13).expand(2, 13)
     inputs = {"input_ids": SAMPLE["input_ids"], "position_ids": positions}
     packed = inputs | {"position_ids": torch.cat([torch.arange(6), torch.arange(7)]).expand(2, 13)}

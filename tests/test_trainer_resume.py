@@ -157,7 +157,9 @@ def test_a_partial_checkpoint_never_costs_a_complete_one(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
 
 
-@pytest.mark.parametrize("limit, left", [(1, [1, 4]), (2, [1, 4]), (3, [1, 3, 4]), (None, [1, 2, 3, 4])])
+@pytest.mark.parametrize(
+    "limit, left", [(1, [1, 4]), (2, [1, 4]), (3, [1, 3, 4]), *((x, [1, 2, 3, 4]) for x in (None, 0, -1))]
+)
 def test_the_best_and_the_newest_checkpoint_stay(tmp_path, limit, left):
     """As in `Trainer` the best one is among the `save_total_limit`, unless that leaves no room for the newest."""
     sealed(tmp_path, 1, 2, 3, 4)
@@ -251,6 +253,10 @@ CHANGES = {
         "data.digest='xyz': the run was begun with 'a",
     ),
     "nested": ({"data_state": {"digest": "abc", "shuffle": {"seed": 2}}}, "data.shuffle.seed=2: the run was begun wi"),
+    "more data": (
+        {"data_state": {"digest": "abc", "shuffle": {"seed": 1}, "packing": True}},
+        "data.packing=True: the run was begun with nothing",
+    ),
     "no data": ({"data_state": {"shuffle": {"seed": 1}}}, "data.digest=nothing: the run was begun with 'abc'"),
     "model": ({"config": {"global_chunk_size": 16}}, "model_config.global_chunk_size=16: the run was begun with 8"),
 }
