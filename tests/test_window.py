@@ -245,6 +245,27 @@ def test_before_the_window_cuts_it_is_full_attention_to_the_bit(W, T, width, dty
     assert torch.equal(found[:, :W], full[:, :W]) and not torch.equal(found, full)
 
 
+@pytest.mark.parametrize(
+    "W, T, front", [(16, 1100, 0), (300, 1400, 0), (512, 2048, 200), (512, 2147, 333), (64, 3000, 1)]
+)
+def test_what_is_promised_to_the_bit_is_computed_in_the_same_shapes(W, T, front, monkeypatch):
+    """SDPA on a CPU takes 256 queries and 512 keys at a time; another shape rounds differently with some BLAS."""
+    valid = torch.ones(1, T, dtype=torch.bool)
+    valid[0, :front] = False
+    q, k, v = (torch.randn(1, 1, T, 8) for _ in range(3))
+    sdpa, seen = F.scaled_dot_product_attention, []
+
+    def watched(q, k, *rest, **options):
+        seen.append((q.shape[2], k.shape[2]))
+        return sdpa(q, k, *rest, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    window_attention(q, k, v, window_of(W, q[:, 0], 0, None, 0, valid if front else None))
+    queries, keys = seen[0]
+    assert queries >= 768 and queries >= -(-(front + W) // 256) * 256
+    assert keys % 512 == 0 or keys == T
+
+
 def test_nor_does_it_behind_padding():
     W, T, front = 512, 2048, 200
     torch.manual_seed(0)

@@ -21,7 +21,9 @@ from .precision_tnt import autocast_dtype
 
 
 SMALLEST_BLOCK = 128  # queries; below this the blocks' own overhead counts
-SMALLEST_HEAD = 768  # queries in front of the blocks: from there on SDPA on a CPU sums a longer row in the same order
+# Queries in front of the blocks. From so many on SDPA on a CPU takes queries by 256 and keys by 512, and a matrix
+# product promises the same bits for the same shape alone.
+SMALLEST_HEAD, QUERY_ROWS, KEY_ROWS = 768, 256, 512
 FLASH_WIDTH = 256  # widest head of FlashAttention
 
 
@@ -107,11 +109,17 @@ def window_attention(
 
 
 def _blocks(T: int, cached: int, width: int, front: int = 0) -> tuple[int, int, int]:
-    """N, C and W'. The T - N C queries in front of the blocks are more than those whose windows reach before the first
-    key that is no padding: a converted model is its source to the bit as long as its window hides nothing."""
-    reach = -(-width // 8) * 8
+    """N, C and W'. The T - N C queries in front of the blocks have whole `QUERY_ROWS` for those whose windows reach
+    before the first key that is no padding: a converted model is its source to the bit as long as its window hides
+    nothing."""
+    reach = _filled(width, 8)
     C = max(SMALLEST_BLOCK, width // 2)
-    return max(0, T - max(SMALLEST_HEAD, front + reach - cached)) // C, C, reach
+    return max(0, T - max(SMALLEST_HEAD, _filled(front + reach - cached, QUERY_ROWS))) // C, C, reach
+
+
+def _filled(n: int, size: int) -> int:
+    """The next multiple of `size`."""
+    return -(-n // size) * size
 
 
 def _in_blocks(query, key, value, window, persistent, options):
@@ -121,10 +129,11 @@ def _in_blocks(query, key, value, window, persistent, options):
     head = T - N * C  # as many queries, and keys up to the last of them, in one product
     outputs, ids = [], window.documents
     if head:
-        end = S - T + head
-        seen = _seen(head, end, window.width, query.device)
+        last = S - T + head
+        end = min(_filled(last, KEY_ROWS), S)
+        seen = F.pad(_seen(head, last, window.width, query.device), (0, end - last))
         if ids is not None:
-            seen = seen & (ids[:, S - T : end, None] == ids[:, None, :end])[:, None]
+            seen = seen & (ids[:, S - T : last, None] == ids[:, None, :end])[:, None]
         parts = query[:, :, :head], key[:, :, : P + end], value[:, :, : P + end]
         outputs.append(F.scaled_dot_product_attention(*parts, F.pad(seen, (P, 0), value=True), **options))
     if N:
