@@ -42,7 +42,7 @@ from .verify_files import (
     unchanged_positions,
     unlisted,
 )
-from .verify_measures import ROUNDING, difference, forward, next_token_loss, observe, rounding
+from .verify_measures import ROUNDING, addresses, difference, forward, move_to, next_token_loss, observe, rounding
 from .verify_probe import probe_ids
 from .verify_report import NOT_APPLICABLE, NOT_RUN, Report, json_ready
 from .verify_structure import CHECKS, OF_ANY_LENGTH, check_state, crossed, steady_positions
@@ -255,6 +255,7 @@ def _observe_source(folder: Path, dtype: str, ids: Tensor, noise: Tensor, n: int
     loss = next_token_loss(found["text"][None], ids)
     accounting = {"parameters": model.num_parameters(), "kv_bytes": {T: kv_bytes}}
     found["tolerance"], found["attention"] = rounding(found, model.dtype), model.config._attn_implementation
+    found["addresses"] = addresses(model)
     return found | {"accounting": accounting | {"loss": loss, "perplexity": _exp(loss)}}
 
 
@@ -269,7 +270,7 @@ def _check_result(
             loaded["model"], info = TNTForCausalLM.from_pretrained(
                 out, dtype=getattr(torch, dtype), attn_implementation=before["attention"], output_loading_info=True
             )
-        loaded["model"].eval()
+        move_to(loaded["model"].eval(), before["addresses"])
         problems = {name: sorted(map(str, info[name])) for name in info if info[name]}
         loaded["full"] = forward(loaded["model"], ids)
         return not problems, problems

@@ -23,6 +23,7 @@ ROWS = 64  # rows of logits held in float64 at once
 ROUNDING = {torch.float64: 1e-8, torch.float32: 5e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # A lost state or a leak moves logits by 0.3 to 2; nothing beyond this is passed as rounding.
 MOST_ROUNDING = 0.25
+ALIGNMENT = 64  # bytes: BLAS tell no larger ones apart, and torch's own tensors have it
 
 
 @dataclass
@@ -107,6 +108,23 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> float:
     for a, target in zip(logits[0, :-1].split(ROWS), ids[0, 1:].split(ROWS)):
         total += float(F.cross_entropy(a.double(), target, reduction="sum"))
     return total / (ids.shape[1] - 1)
+
+
+def addresses(model: nn.Module) -> dict[str, int]:
+    """Where each parameter begins, in bytes behind a multiple of `ALIGNMENT`; those of mapped files lie as in them."""
+    return {name: p.data_ptr() % ALIGNMENT for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def move_to(model: nn.Module, wanted: dict[str, int]) -> None:
+    """Copies the parameters whose [`addresses`] are not the `wanted` ones to memory where they are. Shards that were
+    linked or copied have them; those of another size need not, and then some BLAS round their products differently."""
+    found = addresses(model)
+    for name, p in model.named_parameters():
+        if found[name] != wanted.get(name, found[name]) and wanted[name] % p.element_size() == 0:
+            room = torch.empty(p.nbytes + 2 * ALIGNMENT, dtype=torch.uint8, device=p.device)
+            first = (wanted[name] - room.data_ptr()) % ALIGNMENT
+            p.data = room[first : first + p.nbytes].view(p.dtype).view(p.shape).copy_(p)
 
 
 def forward(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import save_source
 
 from tnt_hf import TNTForCausalLM
 from tnt_hf.conversion import convert_checkpoint, verify_command, verify_conversion
+from tnt_hf.conversion.verify_measures import addresses, move_to
 
 
 MEMORY = {"global_chunk_size": 8, "local_chunk_sizes": [4], "local_reset_interval": 16}
@@ -95,6 +97,25 @@ def test_a_model_saved_into_the_converted_folder_passes(folders, converted, size
     verify_command.add_arguments(parser)
     options = [str(folders[0]), str(converted), "--tokens", "16", "--record-digests"]
     assert verify_command.run(parser.parse_args(options)) == 0, "of files that are gone"
+
+
+def test_weights_are_compared_at_the_same_addresses(folders):
+    """Some BLAS round a product by where in memory its matrix lies, which another size of shards changes."""
+    source, result = (TNTForCausalLM.from_pretrained(folders[1]) for _ in range(2))
+    lm_head = next(p for name, p in result.named_parameters() if name == "lm_head.weight")
+    lm_head.data = torch.cat([lm_head.flatten(), lm_head[0, :3]])[3:].view_as(lm_head).copy_(lm_head.detach())
+    for p in source.model.layers[0].parameters():
+        p.data = p.data.clone()
+    before, weights = addresses(result), {name: p.clone() for name, p in result.named_parameters()}
+    wanted = addresses(source)
+    places = {name: p.data_ptr() for name, p in result.named_parameters()}
+    move_to(result, {name: n for name, n in wanted.items() if ".memory." not in name})
+    for name, p in result.named_parameters():
+        assert torch.equal(p, weights[name]) and p.is_contiguous() and p.requires_grad
+        assert addresses(result)[name] == (before if ".memory." in name else wanted)[name], name
+        if before[name] == wanted[name]:
+            assert p.data_ptr() == places[name], "nothing is copied that lies right"
+    assert before["lm_head.weight"] != wanted["lm_head.weight"]
 
 
 def test_a_folder_that_lost_its_shards_was_not_saved_over(folders, converted):
