@@ -35,7 +35,7 @@ ARROWS = {
     "denormals_tnt": set(),
     "precision_tnt": set(),
     "derivative_tnt": set(),
-    "coefficients_tnt": {"derivative_tnt", "denormals_tnt"},
+    "coefficients_tnt": {"derivative_tnt", "denormals_tnt", "precision_tnt"},
     "grid_tnt": set(),
     "scan_tnt": {"features_tnt", "network_tnt", "coefficients_tnt"},
     "rebuild_tnt": {"features_tnt", "network_tnt", "coefficients_tnt", "scan_tnt"},
