@@ -147,6 +147,9 @@ class Pieces(NamedTuple):
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """c, A, D, s_end, m_end of the chunks."""
+        if self.W.shape[1] == 1:
+            A, D, c = (self.c[1:, :, i].transpose(0, 1).contiguous() for i in (0, 1, slice(2, None)))
+            return c, A, D, self.N[-1, :, 2:].clone(), self.N[-1, :, 1].clone()
         (P, n, width), (a, d, m) = self.W.shape, self.factors
         s, C = a.shape[2], width - 2
         W, S = self.W[:, :, None], self.S[:, :, None]
@@ -159,6 +162,9 @@ class Pieces(NamedTuple):
 
     def gradients(self, dc, dA, dD, ds_end, dm_end) -> tuple[Tensor, Tensor]:
         """Of all rows of `self.c` but the first, and of the last of `self.N`."""
+        if self.W.shape[1] == 1:
+            d_c = torch.cat([dA[..., None], dD[..., None], dc], -1).transpose(0, 1).contiguous()
+            return d_c, torch.cat([torch.zeros_like(dm_end)[:, None], dm_end[:, None], ds_end], -1)
         (P, n, _), (a, d, m) = self.W.shape, self.factors
         s = a.shape[2]
         dc, dA, dD = (x.reshape(P, n, s, -1) for x in (dc, dA, dD))
