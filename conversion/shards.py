@@ -30,6 +30,7 @@ EXPONENT = {
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
+ALIGNMENT = 64  # bytes: of torch's own tensors, and more than any BLAS asks for
 SERIAL = 32_000  # elements; torch starts threads, which take memory each, for 32768 and more
 
 
@@ -98,15 +99,16 @@ def write_shard(
     Args:
         advance: told the bytes written. begun: called when the header is there and the file has its length.
     """
-    # Wide items first, as the library has it: then every tensor starts at a multiple of its item size.
-    tensors = sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype])
+    # Whole multiples of `ALIGNMENT` first, behind a header that is filled up to one: they lie where tensors cast by
+    # torch do, and some BLAS round by that. Then wide items: every tensor starts at a multiple of its item size.
+    tensors = sorted(tensors, key=lambda tensor: (tensor.nbytes % ALIGNMENT != 0, -ITEMSIZE[tensor.dtype]))
     header, place = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
         end = place + tensor.nbytes
         header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [place, end]}
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     written = Written()
 
     def tell(count: int) -> None:

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from tnt_hf.cache_name_tnt import CACHE_NAME
 
+from .shards import ALIGNMENT
+
 
 ROWS = 64  # rows of logits held in float64 at once
 # Largest distance of a token's logits, in standard deviations of all logits, that rounding explains where two ways of
@@ -23,7 +25,6 @@ ROWS = 64  # rows of logits held in float64 at once
 ROUNDING = {torch.float64: 1e-8, torch.float32: 5e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # A lost state or a leak moves logits by 0.3 to 2; nothing beyond this is passed as rounding.
 MOST_ROUNDING = 0.25
-ALIGNMENT = 64  # bytes: BLAS tell no larger ones apart, and torch's own tensors have it
 
 
 @dataclass

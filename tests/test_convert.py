@@ -245,17 +245,21 @@ def test_shards_are_as_full_as_they_may_be():
 
 
 def test_a_shard_of_odd_sizes(tmp_path):
-    """Every tensor starts at a multiple of its item size; one of fewer than eight bytes is read and cast as well."""
+    """Every tensor starts at a multiple of its item size, and of 64 bytes if it can, where a cast one lies in memory;
+    one of fewer than eight bytes is read and cast as well."""
     few = torch.tensor([1.0, -2.5, 3.0], dtype=torch.bfloat16)
     save_file({"few": few}, tmp_path / "source.safetensors")
     (stored,) = read_header(tmp_path / "source.safetensors")
     assert [len(piece) for piece in islice(blocks(stored, bytearray(6)), 2)] == [6]
     new = [NewTensor("kept", "BF16", (3,), stored), NewTensor("wide", "F32", (3,), stored)]
     new.append(NewTensor("made", "F64", (1,), lambda: torch.ones(1)))
+    new += [NewTensor(f"whole {i}", "F32", (4 - i, 16 * i), lambda i=i: torch.ones(4 - i, 16 * i)) for i in (1, 3)]
     write_shard(tmp_path / "new.safetensors", new, lambda count: None)
     tensors = load_file(tmp_path / "new.safetensors")
     assert tensors["kept"].equal(few) and tensors["wide"].equal(few.float()) and tensors["made"].item() == 1
-    assert not any(x.start % ITEMSIZE[x.dtype] for x in read_header(tmp_path / "new.safetensors"))
+    stored = read_header(tmp_path / "new.safetensors")
+    assert not any(x.start % ITEMSIZE[x.dtype] for x in stored)
+    assert [x.name for x in stored if x.start % 64 == 0] == ["whole 1", "whole 3", "made"]
 
 
 def test_saving_into_the_result_leaves_a_linked_source_alone(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from checkpoints import save_source
 
 from tnt_hf import TNTForCausalLM
-from tnt_hf.conversion import convert_checkpoint, verify_command, verify_conversion
+from tnt_hf.conversion import convert_checkpoint, verify, verify_command, verify_conversion
 from tnt_hf.conversion.verify_measures import addresses, move_to
 
 
@@ -88,11 +88,18 @@ def test_a_folder_saved_elsewhere_passes(folders):
 
 
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
-def test_a_model_saved_into_the_converted_folder_passes(folders, converted, size):
+def test_a_model_saved_into_the_converted_folder_passes(folders, converted, size, monkeypatch):
+    def watched(model, wanted):
+        move_to(model, wanted)
+        assert wanted and wanted.items() <= addresses(model).items()
+        moved.append(model)
+
+    moved = []
+    monkeypatch.setattr(verify, "move_to", watched)
     TNTForCausalLM.from_pretrained(converted).save_pretrained(converted, max_shard_size=size)
     rows = check(folders[0], converted)
     assert not failed(rows) and rows["manifest"]["status"] == "not applicable"
-    assert rows["manifest"]["reason"].startswith("saved over after the conversion")
+    assert rows["manifest"]["reason"].startswith("saved over after the conversion") and len(moved) == 1
     parser = argparse.ArgumentParser()
     verify_command.add_arguments(parser)
     options = [str(folders[0]), str(converted), "--tokens", "16", "--record-digests"]
