@@ -125,17 +125,12 @@ class Pieces(NamedTuple):
         W, S = (theta.new_zeros(P, n, 2 + C) for _ in range(2))
         W[:, 0, 0] = S[:, 0, 1] = 1.0
         new_W, new_S = (x[-1].view(P, n, 2 + s) for x in (c, N))
-        for b in range(1, n):
-            last, to_W, to_S, of_W, of_S = (
-                slice(2 + (b - 1) * s, 2 + b * s),
-                W[:, b],
-                S[:, b],
-                W[:, b - 1],
-                S[:, b - 1],
-            )
-            torch.mul(of_W, new_W[:, b - 1, :1], out=to_W).addcmul_(of_S, new_W[:, b - 1, 1:2])
-            torch.mul(of_S, new_S[:, b - 1, 1:2], out=to_S)
-            to_W[:, last], to_S[:, last] = new_W[:, b - 1, 2:], new_S[:, b - 1, 2:]
+        for b, end in enumerate(range(s, C, s), 1):
+            (a, d), m = new_W[:, b - 1, :2, None].unbind(1), new_S[:, b - 1, 1:2]
+            torch.mul(W[:, b - 1], a, out=W[:, b]).addcmul_(S[:, b - 1], d)
+            torch.mul(S[:, b - 1], m, out=S[:, b])
+            W[:, b, 2 + end - s : 2 + end] = new_W[:, b - 1, 2:]
+            S[:, b, 2 + end - s : 2 + end] = new_S[:, b - 1, 2:]
         return cls(c, N, W, S)
 
     @property
