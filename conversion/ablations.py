@@ -11,8 +11,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from tnt_hf.branch_tnt import TNTMemory, TNTMemoryUnit
+from tnt_hf.branch_tnt import TNTMemory
 from tnt_hf.gate_tnt import CLOSED_BY, TNTMemoryGate
+from tnt_hf.unit_tnt import TNTMemoryUnit
 
 from .liza import LiZAMemory
 

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from tnt_hf.branch_tnt import TNTInitialWeights, TNTMemory
+from tnt_hf.branch_tnt import TNTMemory
 from tnt_hf.configuration_tnt import TNTConfig
 from tnt_hf.conversion.shards import NewTensor
 from tnt_hf.conversion.source import StoredTensor
 from tnt_hf.convolution_tnt import TNTCausalConv
 from tnt_hf.gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
+from tnt_hf.unit_tnt import TNTInitialWeights
 
 
 # Float32 whatever the model's dtype, as `_keep_in_fp32_modules_strict` of the model has it.

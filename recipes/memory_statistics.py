@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tnt_hf.branch_tnt import TNTMemory, TNTMemoryUnit
+from tnt_hf.branch_tnt import TNTMemory
 from tnt_hf.conversion.ablations import gates
 from tnt_hf.conversion.liza import LiZAMemory
 from tnt_hf.gate_tnt import CLOSED_BY, TNTMemoryGate
+from tnt_hf.unit_tnt import TNTMemoryUnit
 
 
 def host_of(model: nn.Module) -> nn.Module:

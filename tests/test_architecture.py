@@ -26,7 +26,7 @@ PACKAGES = {
 
 # Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, denormals,
 # derivative, grid, coefficients, network, scan, block, reverse, projection, step and operators belong to memory_tnt
-# (torch only), kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, features, convolution, masks,
+# (torch only), kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, unit, features, convolution, masks,
 # continuation and cache_name to modeling_tnt, state to cache_tnt.
 ARROWS = {
     "configuration_tnt": set(),
@@ -102,14 +102,22 @@ ARROWS = {
     "convolution_tnt": {"derivative_tnt", "grid_tnt"},
     "features_tnt": set(),
     "gate_tnt": {"configuration_tnt", "precision_tnt"},
+    "unit_tnt": {
+        "configuration_tnt",
+        "gate_tnt",
+        "kernels_choice_tnt",
+        "kernels_decode_tnt",
+        "memory_tnt",
+        "network_tnt",
+        "precision_tnt",
+        "step_tnt",
+    },
     "branch_tnt": {
         "cache_name_tnt",
         "features_tnt",
         "gate_tnt",
         "configuration_tnt",
         "kernels_choice_tnt",
-        "kernels_decode_tnt",
-        "memory_tnt",
         "network_tnt",
         "precision_tnt",
         "projection_tnt",
@@ -118,6 +126,7 @@ ARROWS = {
         "convolution_tnt",
         "kernels_parts_tnt",
         "tokens_tnt",
+        "unit_tnt",
     },
     "tokens_tnt": {"convolution_tnt", "kernels_features_tnt", "precision_tnt", "projection_tnt"},
     "kernels_features_tnt": {"derivative_tnt", "kernels_parts_tnt"},
@@ -134,6 +143,7 @@ ARROWS = {
         "continuation_tnt",
         "state_tnt",
         "branch_tnt",
+        "unit_tnt",
         "cache_name_tnt",
         "convolution_tnt",
     },

@@ -84,7 +84,10 @@ def test_the_step_in_place_is_the_recurrence(depth, layernorm, momentum, decay, 
             inputs = [x if x is None else torch.where(row, x, torch.nan) for x, row in zip(inputs, shown)]
         for on_host, state in found.items():
             clock = Clock.of(state.time, present) if on_host else Clock(state.time, present)
-            here, error = memory_step(state, weights, net, options, *inputs, present, clock)
+            programs = [x.flatten(0, 1) for x in inputs[:3]]
+            rows = None if present is None else present.repeat_interleave(H).view(-1, 1, 1)
+            here, error = memory_step(state, weights, net, options, *programs, *inputs[3:], rows, clock)
+            here, error = (x.unflatten(0, (B, H)) for x in (here, error))
             state.time += 1 if present is None else present
             torch.testing.assert_close(here, o, **EXACT)
             if present is None:
@@ -278,7 +281,7 @@ def test_the_first_token_behind_a_reset_is_projected_onto_its_key(in_place):
     M, time = torch.zeros(4000, 1, 16, 16), torch.zeros(4000, dtype=torch.long)
     if in_place:
         unit = normalize(k, dim=-1)
-        found = project_step(M, q, unit, 8, True, None, Clock.of(time, None))
+        found = project_step(M, q[:, 0], unit[:, 0], 8, True, None, Clock.of(time, None))[:, None]
     else:
         found, _ = project_queries(q, k, reset_interval=8, initial_state=(M, time))
     q, k = q.double(), k.double()

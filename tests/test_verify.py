@@ -25,7 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tnt_hf import TNTForCausalLM, branch_tnt, modeling_tnt, state_tnt
+from tnt_hf import TNTForCausalLM, branch_tnt, modeling_tnt, state_tnt, unit_tnt
 from tnt_hf.conversion import convert_checkpoint, verify, verify_command, verify_conversion
 from tnt_hf.conversion.ablations import opened
 from tnt_hf.conversion.memory_use import PeakMemory
@@ -321,12 +321,12 @@ def test_a_changed_base_tensor_is_found_without_a_manifest(pair, broken):
 
 def memory_op(change):
     """The memory's op with its arguments or outputs changed."""
-    real = branch_tnt.memory_chunkwise
+    real = unit_tnt.memory_chunkwise
 
     def patched(*args, **options):
         return change(real, args, options)
 
-    return branch_tnt, "memory_chunkwise", patched
+    return unit_tnt, "memory_chunkwise", patched
 
 
 def output_changed(by):

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .cache_name_tnt import with_cache_name
-from .configuration_tnt import MemorySpec, TNTConfig
+from .configuration_tnt import TNTConfig
 from .convolution_tnt import TNTCausalConv, convolve_token
 from .features_tnt import quadratic
-from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
+from .gate_tnt import TNTMemoryGate, TNTRMSNorm
 from .kernels_choice_tnt import (
     choose,
     unsupported_features,
@@ -31,146 +31,16 @@ from .kernels_choice_tnt import (
     unsupported_step,
 )
 from .kernels_parts_tnt import INTERPRETED
-from .memory_tnt import MemoryState, memory_chunkwise
-from .network_tnt import Net
-from .precision_tnt import autocast_dtype, full_precision, rounded, wide
+from .network_tnt import Net, norms
+from .precision_tnt import autocast_dtype, cast, full_precision, rounded, wide
 from .projection_tnt import project_queries
 from .state_tnt import LayerState, StateLayout
-from .step_tnt import Clock, memory_step, project_step
+from .step_tnt import Clock, project_step
 from .tokens_tnt import memory_tokens
+from .unit_tnt import FIELD, TNTMemoryUnit
 
 
 CAP_TOKENS = 64  # see `lr_factors`
-FIELD = "memory_implementation"
-DECAY_BIAS = -7.0  # alpha = sigmoid(decay_proj(x)) starts near 1e-3
-
-
-# Each class below owns the parameters it initialises: for code that travels with a checkpoint the library does not
-# call `_init_weights` on modules that hold none themselves.
-
-
-class TNTInitialWeights(nn.ParameterList):
-    """W_init of one memory: L tensors `[H, d_in, d_out]`. Called, so that hooks which fetch offloaded weights run."""
-
-    __call__ = nn.Module.__call__  # a list of parameters refuses calls
-
-    def forward(self) -> list[Tensor]:
-        return list(self)
-
-
-class TNTMemoryUnit(nn.Module):
-    """The parameters of one memory: W_init and the token-dependent gates theta, mu, alpha; float32 at least."""
-
-    def __init__(self, config: TNTConfig):
-        super().__init__()
-        H, D = config.memory_num_heads, config.memory_head_dim
-        self.max_lr, self.eps = config.memory_max_lr, config.rms_norm_eps
-        self.options = {
-            "activation": config.memory_activation,
-            "residual": config.memory_residual,
-            "decay_target": config.memory_decay_target,
-            "grad_bound": config.memory_grad_bound,
-        }
-        self.config = config
-        self.weights = TNTInitialWeights([nn.Parameter(torch.empty(H, *s)) for s in config.memory_weight_shapes])
-        self.lr_proj = TNTGateLinear(config.hidden_size, H, 0.0)
-        self.momentum_proj = TNTGateLinear(config.hidden_size, H, 0.0) if config.memory_momentum else None
-        self.decay_proj = TNTGateLinear(config.hidden_size, H, DECAY_BIAS) if config.memory_decay else None
-        self.norm_weight = nn.Parameter(torch.empty(H, D)) if config.memory_layernorm else None
-        self.norm_bias = nn.Parameter(torch.empty(H, D)) if config.memory_layernorm else None
-        self.to(wide(torch.get_default_dtype()))  # which is the model's while it is made
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: MemorySpec,
-        lr_scale: float,
-        operands: torch.dtype,
-        **options: Any,
-    ) -> tuple[Tensor, MemoryState | None, Tensor | None]:
-        """
-        Args:
-            hidden_states: `[B, T, hidden]`.
-            q: `[B, T, n, D]`, already projected by M where the spec asks for it. k, v: `[B, T, H, D]`.
-            spec: chunk size, reset interval (tokens) and read of this memory. lr_scale: factor of theta.
-            operands: of Triton's products, bfloat16 where the layer's activations are; nothing else rounds.
-            options: mask, segment_ids, initial_state, output_final_state, output_surprise, feature_map of
-                [`memory_chunkwise`].
-
-        Returns:
-            o `[B, T, n, D]`, the state, the surprise `[B, T, H]`; the latter two `None` if not asked for.
-        """
-
-        dtype = wide(q.dtype)
-        lr, momentum, decay = self.gates(hidden_states, lr_scale, dtype)
-        weights, tokens = self.weights(), (q, k, v)
-        memory = dtype, spec.read, weights, operands, momentum is not None, q.shape[2] // k.shape[2]
-        how = choose(FIELD, self.config.memory_implementation, q.device, unsupported_scan, *memory)
-        if how == "triton":
-            tokens = (x.to(operands) for x in tokens)
-        layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)
-        o, *result = memory_chunkwise(
-            *tokens,
-            lr,
-            weights,
-            momentum=momentum,
-            decay=decay,
-            chunk_size=spec.chunk_size,
-            reset_interval=spec.reset_interval,
-            read=spec.read,
-            layernorm=layernorm,
-            implementation=how,
-            **self.options,
-            **options,
-        )
-        return o, *result, *([] if options["output_surprise"] else [None])
-
-    def gates(self, hidden_states: Tensor, lr_scale: float, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """theta, mu and alpha of tokens `[..., hidden]`: `[..., H]` of `dtype`, or `None` for what it has not."""
-
-        def gate(proj: nn.Linear | None) -> Tensor | None:
-            return None if proj is None else torch.sigmoid(proj(hidden_states.to(proj.weight.dtype)).to(dtype))
-
-        return self.max_lr * lr_scale * gate(self.lr_proj), gate(self.momentum_proj), gate(self.decay_proj)
-
-    def step(
-        self,
-        hidden_states: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: MemorySpec,
-        lr_scale: float,
-        net: Net,
-        options: dict[str, Any],
-        state: MemoryState,
-        present: Tensor | None,
-        clock: Clock,
-    ) -> tuple[Tensor, Tensor]:
-        """One token of every row in place: hidden_states `[B, hidden]`, q `[B, H, G, K]`, k, v `[B, H, 1, D]`."""
-        affine = None if self.norm_weight is None else (self.norm_weight, self.norm_bias)
-        options = {
-            **options,
-            "chunk_size": spec.chunk_size,
-            "reset_interval": spec.reset_interval,
-            "read": spec.read,
-            "query_projection": "none",  # it is shared by all memories, see TNTMemory
-            "normalize_projection": False,
-            "layernorm": affine and [x.to(q.dtype)[:, None] for x in affine],
-        }
-        parameters = self.weights._parameters  # a ParameterList is slow to walk; where parametrized, it is empty
-        init = list(parameters.values()) if len(parameters) == len(state.weights) else list(self.weights)
-        gates = self.gates(hidden_states, lr_scale, q.dtype)
-        tokens = options, q, k, v, *gates, present
-        value = "chunk" if torch.compiler.is_exporting() else self.config.memory_implementation  # a program is torch
-        if choose(FIELD, value, q.device, unsupported_step, q.dtype, init) == "triton":
-            from .kernels_decode_tnt import token_step
-
-            return token_step(state, init, net, *tokens)
-        return memory_step(state, init, net, *tokens, clock)
 
 
 def lr_factors(config: TNTConfig) -> list[float]:
@@ -310,8 +180,9 @@ class TNTMemory(nn.Module):
 
     def _step(self, hidden_states, shared, layout, state, mask, clock, output_surprise):
         """`forward` for one token `[B, 1, hidden]` after `state`, which is overwritten."""
-        present, H, D = None if mask is None else mask[:, 0], self.channels[1] // self.head_dim, self.head_dim
-        clock = Clock.of(state.time, present) if clock is None else clock
+        B, H, D = len(hidden_states), self.channels[1] // self.head_dim, self.head_dim
+        here = None if mask is None else mask[:, 0]
+        clock = Clock.of(state.time, here) if clock is None else clock
         if shared is None:
             shared = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         if self.taps:
@@ -321,7 +192,7 @@ class TNTMemory(nn.Module):
         else:
             x = torch.cat(shared, -1)
         with full_precision(hidden_states.device):
-            x = x.to(wide(x.dtype)).view(x.shape[0], -1, D)  # the heads of q, k and v, made here, so overwritten here
+            x = cast(x, wide(x.dtype)).view(B, -1, D)  # the heads of q, k and v, made here, so overwritten here
             keys = x[:, :-H]
             if self.feature_map == "silu":
                 F.silu(keys, inplace=True)
@@ -329,28 +200,36 @@ class TNTMemory(nn.Module):
             units.div_(torch.linalg.vector_norm(units, dim=-1, keepdim=True).clamp_min_(1e-12))
             if self.feature_map == "quadratic":
                 keys = quadratic(keys)
-            q, k, v = keys[:, :-H].unflatten(1, (H, -1)), keys[:, -H:, None], x[:, -H:, None]
+            width = keys.shape[-1]
+            q, k = keys[:, :-H].reshape(B * H, -1, width), keys[:, -H:].reshape(B * H, 1, width)
+            v, present = x[:, -H:].reshape(B * H, 1, D), None
+            if here is not None:
+                present = here.repeat_interleave(H).view(-1, 1, 1)
             queries = {
                 interval: project_step(
                     state.projections[interval], q, k, interval, self.projection_norm, present, clock
                 )
                 for interval in layout.intervals
             }
-            outputs, surprises, x = [], [], hidden_states[:, 0]
+            o, surprises, x = None, [], hidden_states[:, 0]
+            # a program is torch
+            how = "chunk" if torch.compiler.is_exporting() else self.config.memory_implementation
+            how = choose(FIELD, how, x.device, unsupported_step, q.dtype, state.memories[0].weights)
+            size = None if self.options["grad_bound"] is None else norms(k, keepdim=True)
             units = self.memories._modules
             for i, (spec, memory) in enumerate(zip(layout.specs, state.memories)):
-                unit, scale = units[str(i)], self.lr_factors[i]
+                unit, options = units[str(i)], (self.net, self.options, memory, present, clock, size, how)
                 query = q if spec.query_projection == "none" else queries[spec.projection_interval]
-                o, error = unit.step(x, query, k, v, spec, scale, self.net, self.options, memory, present, clock)
-                outputs.append(o)
+                read, error = unit.step(x, query, k, v, spec, self.lr_factors[i], *options)
+                o = read if o is None else o + read
                 if output_surprise:
-                    loss = 0.5 * error.square().sum(-1).mean(1)
-                    surprises.append(loss if present is None else loss * present[:, None])
-            state.time.add_(1 if present is None else present)
-            o = sum(outputs[1:], outputs[0]).flatten(1, 2)[:, None]
+                    loss = 0.5 * error.square().sum(-1)
+                    surprises.append((loss if present is None else loss * present[..., 0]).view(B, H).mean(1))
+            state.time.add_(1 if here is None else here)
+            o = o.view(B, 1, -1, D)
             o = o if self.norm is None else self.norm(o)
-        surprise = torch.stack(surprises).mean((0, -1))[:, None] if output_surprise else None
-        return o.flatten(-2).to(hidden_states.dtype), surprise
+        surprise = torch.stack(surprises).mean(0)[:, None] if output_surprise else None
+        return cast(o.flatten(-2), hidden_states.dtype), surprise
 
     def _remember(self, hidden_states, q, k, v, operands, layout, state, keep, mask, segment_ids, output_surprise):
         """Sum of all memories `[B, T, n, D]` (TNT Eq. 15), the new state and the mean surprise."""

@@ -26,23 +26,22 @@ def feature_width(name: str, D: int) -> int:
 def _pairs(D: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """i <= j of all pairs and their weight, each `[F]`; made once, as decoding would make them anew."""
     key = D, device, dtype
-    if key not in PAIRS:
+    if (found := PAIRS.get(key)) is None:
         with torch.inference_mode(False):
             i, j = torch.triu_indices(D, D, device=device)
             found = i, j, torch.where(i == j, torch.ones((), dtype=dtype, device=device), ROOT_2)
-        if torch.compiler.is_compiling() or type(i) is not Tensor:
-            return found
-        PAIRS[key] = found
-    return PAIRS[key]
+        if not torch.compiler.is_compiling() and type(i) is Tensor:
+            PAIRS[key] = found
+    return found
 
 
 def quadratic(x: Tensor) -> Tensor:
     """`[..., D]` -> `[..., F]`: the products x_i x_j, weighted so that quadratic(x) . quadratic(y) is (x . y)^2. Keys
     of unit length keep it, and far more of them fit into a linear memory without interfering."""
-    i, j, weight = _pairs(x.shape[-1], x.device, x.dtype)
+    *lead, D = x.shape
+    i, j, weight = _pairs(D, x.device, x.dtype)
     # `gather`, as `index_select` of a last axis costs several times as much, backward as well.
-    x_i, x_j = (x.gather(-1, index.expand(*x.shape[:-1], -1)) for index in (i, j))
-    return x_i * (x_j * weight)
+    return x.gather(-1, i.expand(*lead, -1)) * (x.gather(-1, j.expand(*lead, -1)) * weight)
 
 
 # ------------------------------------- the same for a chunk, by distance: neither gather nor scatter

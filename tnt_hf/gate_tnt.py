@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .configuration_tnt import TNTConfig
-from .precision_tnt import full_precision, wide
+from .precision_tnt import cast, full_precision, wide
 
 
 # By `memory_gate`, the tensor of [`TNTMemoryGate`] that silences the memory where it is 0. "published" has none.
@@ -55,22 +55,20 @@ class TNTRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        dtype = hidden_states.dtype
-        rounds_once = dtype.itemsize >= 4 and dtype == self.weight.dtype
-        usual = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        # what was made in inference mode cannot be saved for a backward
-        saved = usual and torch.is_grad_enabled() and not hidden_states.is_inference()
-        if rounds_once and usual and hidden_states.is_cpu and (saved or not torch.is_grad_enabled()):
-            # the same operations in one call, equal to the bit
-            if saved:
-                return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)[0]
-            return torch.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
-        if rounds_once and usual and hidden_states.is_cuda and saved:
-            # one kernel each way; without gradients, the sums of the base models
-            return torch.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+        weight, dtype = self.weight, hidden_states.dtype  # a module's attributes are slow to read
+        rounds_once = dtype.itemsize >= 4 and dtype == weight.dtype
+        if rounds_once and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+            # what was made in inference mode cannot be saved for a backward
+            graded = torch.is_grad_enabled()
+            saved = graded and not hidden_states.is_inference()
+            if hidden_states.is_cpu and saved:  # the same operations in one call, equal to the bit
+                return _RMSNorm.apply(hidden_states, weight, self.variance_epsilon)[0]
+            # one kernel each way on a GPU; there without gradients, the sums of the base models
+            if (hidden_states.is_cpu and not graded) or (hidden_states.is_cuda and saved):
+                return torch.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
         hidden_states = hidden_states.to(wide(dtype))
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon)).to(dtype)
+        return weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon)).to(dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
@@ -121,12 +119,12 @@ class TNTMemoryGate(TNTMixingWeight):
     def forward(self, attn: Tensor | None, memory: Tensor, hidden_states: Tensor) -> Tensor:
         """attn (`None`: memory alone, gate "add" only) and memory `[B, T, Q]`, hidden_states `[B, T, hidden]`."""
         if self.kind == "add":
-            opened = (2 * torch.sigmoid(self.proj(hidden_states))).unsqueeze(-1)
-            gated = self.scale * (memory.unflatten(-1, (self.heads, -1)) * opened).flatten(-2)
+            half, scale = torch.sigmoid(self.proj(hidden_states)).unsqueeze(-1), self.scale
+            gated = scale * (memory.unflatten(-1, (self.heads, -1)) * (half + half)).flatten(-2)
             if not torch.is_grad_enabled():
                 # A closed channel must be silent whatever is behind it: 0 * nan is nan.
-                gated = gated.masked_fill_(self.scale == 0, 0.0)
-            return gated.to(memory.dtype) if attn is None else attn + gated.to(attn.dtype)
+                gated = gated.masked_fill_(scale.logical_not(), 0.0)
+            return cast(gated, memory.dtype) if attn is None else attn + cast(gated, attn.dtype)
         if self.kind == "product":
             return attn * (2 * torch.sigmoid(self.proj(memory)))
         if self.kind == "published":

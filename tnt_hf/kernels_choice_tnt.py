@@ -84,7 +84,7 @@ def unsupported_scan(
 
 def unsupported_step(device: torch.device, dtype: torch.dtype, weights: list[Tensor]) -> str | None:
     """The same for one token of any memory."""
-    widths = [weights[0].shape[1], *(w.shape[2] for w in weights)]
+    widths = [weights[0].shape[-2], *(w.shape[-1] for w in weights)]
     if reason := unavailable(device):
         return reason
     if dtype != torch.float32:

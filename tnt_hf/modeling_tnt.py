@@ -39,7 +39,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .branch_tnt import Beside, TNTInitialWeights, TNTMemory, TNTMemoryUnit
+from .branch_tnt import Beside, TNTMemory
 from .cache_name_tnt import CACHE_NAME, CACHE_NAMES, with_cache_name
 from .cache_tnt import TNTCache
 from .configuration_tnt import LAYER_TYPES, TNTConfig
@@ -55,8 +55,9 @@ from .continuation_tnt import (
 from .convolution_tnt import TNTCausalConv
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
 from .masks_tnt import build_masks, default_positions, document_ids
-from .precision_tnt import rounded, wide
+from .precision_tnt import cast, rounded, wide
 from .state_tnt import StateLayout, one_token_clock
+from .unit_tnt import TNTInitialWeights, TNTMemoryUnit
 from .window_tnt import Window, window_attention
 
 
@@ -108,8 +109,10 @@ class TNTRotaryEmbedding(nn.Module):
         dtype = wide(x.dtype)
         freqs = position_ids[..., None].to(dtype) * self.inv_freq.to(device=x.device, dtype=dtype)
         emb = torch.cat((freqs, freqs), dim=-1)
-        cos, sin = emb.cos() * self.attention_scaling, emb.sin() * self.attention_scaling
-        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+        cos, sin = emb.cos(), emb.sin()
+        if self.attention_scaling != 1:
+            cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
+        return cast(cos, x.dtype), cast(sin, x.dtype)
 
 
 def _rotate_half(x: Tensor) -> Tensor:

@@ -159,9 +159,9 @@ def slopes(name: str, parts: list[Tensor], out: Tensor, scale: Tensor) -> tuple[
     return slope, bell.mul_(square.neg_().add_(2)).mul_(scale)
 
 
-def norms(x: Tensor, out: Tensor | None = None) -> Tensor:
+def norms(x: Tensor, out: Tensor | None = None, keepdim: bool = False) -> Tensor:
     """Lengths of the vectors along the last axis."""
-    return torch.linalg.vector_norm(x, dim=-1, out=out)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=keepdim, out=out)
 
 
 def excess(a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:

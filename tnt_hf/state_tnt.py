@@ -82,10 +82,10 @@ class LayerState:
         layer = cache.layers[layer_idx]
         if not layer.has_previous_state[0]:
             return None
-        # The cache is written in place afterwards, which autograd must not see happen to a tensor it saved.
-        keep = torch.clone if torch.is_grad_enabled() else (lambda x: x)
-        flat = [keep(layer.recurrent_states[j]) for j in range(layer.number_of_states)]
-        conv = None if layer.conv_states[0] is None else keep(layer.conv_states[0])
+        flat, conv = [layer.recurrent_states[j] for j in range(layer.number_of_states)], layer.conv_states[0]
+        if torch.is_grad_enabled():
+            # The cache is written in place afterwards, which autograd must not see happen to a tensor it saved.
+            flat, conv = [x.clone() for x in flat], None if conv is None else conv.clone()
         time, take = flat.pop(), iter(flat)
 
         def layers() -> list[Tensor]:
@@ -101,15 +101,18 @@ class LayerState:
 
     def is_writable(self, dtype: torch.dtype) -> bool:
         """Whether the state can be overwritten outside of a graph, with operands of `dtype`."""
-        tensors = [self.time, *self.projections.values()] + ([] if self.conv is None else [self.conv])
-        for memory in self.memories:
-            tensors += [*memory.weights, *memory.chunk_weights, *(memory.momentum or [])]
         if self.memories[0].weights[0].dtype != dtype:
             return False
+        tensors = [self.time, *self.projections.values()] + ([] if self.conv is None else [self.conv])
+        for memory in self.memories:
+            tensors += memory.weights
+            tensors += [] if memory.chunk_weights is memory.weights else memory.chunk_weights
+            tensors += memory.momentum or []
         in_inference = torch.is_inference_mode_enabled()
-        return not any(
-            x.requires_grad or not x.is_contiguous() or (x.is_inference() and not in_inference) for x in tensors
-        )
+        for x in tensors:  # asked for with every token: a generator is slow
+            if x.requires_grad or not x.is_contiguous() or (x.is_inference() and not in_inference):
+                return False
+        return True
 
     def write(self, cache: Cache, layer_idx: int, layout: StateLayout) -> None:
         """Store the state in layer `layer_idx` of the cache."""

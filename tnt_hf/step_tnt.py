@@ -2,7 +2,7 @@
 
 Axis legend
     B batch   H memory heads   G query heads per memory head   K key width   V value width   L layers of the network
-    C tokens per chunk   n rows of one head in a matrix product
+    C tokens per chunk   P = B H programs, the batch of every matrix product
 
 `token` returns new tensors, so autograd can follow it. `memory_step` overwrites the state, which is all that decoding
 wants: nothing is allocated that stays, and addresses do not change (`torch.compile`, graph capture). Tests hold it to
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .network_tnt import Net, apply_net, bounded, inner_gradient, inner_offset
+from .network_tnt import Net, apply_net, bounded, excess, inner_gradient, inner_offset, norms
 
 
 @dataclass
@@ -141,15 +141,17 @@ class Clock(NamedTuple):
         if isinstance(self.time, Tensor):
             first = self.time % interval == 0
             return first if self.present is None else first & self.present
-        present = self.present or [True] * len(self.time)
-        return _index([t % interval == 0 and here for t, here in zip(self.time, present)])
+        if self.present is None:
+            return _index([t % interval == 0 for t in self.time])
+        return _index([t % interval == 0 and here for t, here in zip(self.time, self.present)])
 
     def ends(self, chunk_size: int) -> "list[int] | slice | Tensor | None":
         """Rows that stand at the end of a chunk once the token is written: an index, or `None` for none of them."""
         if isinstance(self.time, Tensor):
             return (self.time + (1 if self.present is None else self.present)) % chunk_size == 0
-        present = self.present or [True] * len(self.time)
-        return _index([(t + here) % chunk_size == 0 for t, here in zip(self.time, present)])
+        if self.present is None:
+            return _index([(t + 1) % chunk_size == 0 for t in self.time])
+        return _index([(t + here) % chunk_size == 0 for t, here in zip(self.time, self.present)])
 
 
 def _index(rows: list[bool]) -> list[int] | slice | None:
@@ -168,18 +170,18 @@ def overwrite(tensors: list[Tensor], rows: "list[int] | slice | Tensor", new: li
 
 
 def project_step(M: Tensor, q: Tensor, unit: Tensor, interval: int | None, normalize: bool, present, clock: Clock):
-    """q_t M_t `[B, H, G, K]` for one token (see `project_queries`); M `[B, H, K, K]` becomes M_t.
+    """q_t M_t `[P, G, K]` for one token (see `project_queries`); M `[B, H, K, K]` becomes M_t.
 
-    q `[B, H, G, K]`; unit `[B, H, 1, K]`: the key, of length 1; present `[B]` bool or `None` (all).
+    q `[P, G, K]`; unit `[P, 1, K]`: the key, of length 1; present `[P, 1, 1]` bool or `None` (all).
     interval: tokens between resets of M.
     """
     if (rows := clock.resets(interval)) is not None:
         overwrite([M], rows, [M.new_zeros(())])
     if present is not None:
-        unit = torch.where(present.view(-1, 1, 1, 1), unit, 0.0)
-    x, u = q.flatten(0, 1), unit.flatten(0, 1)
+        unit = torch.where(present, unit, 0.0)
+    M = M.flatten(0, 1)
     # not q @ M_t: behind a reset that is (q . u) u, whose direction a rounded u^T u would blur
-    out = torch.baddbmm(torch.bmm(x, u.mT) * u, x, M.flatten(0, 1)).view(q.shape)
+    out = torch.baddbmm(torch.bmm(q, unit.mT) * unit, q, M)
     M.addcmul_(unit.mT, unit)
     return F.normalize(out, dim=-1) if normalize else out
 
@@ -197,13 +199,17 @@ def memory_step(
     decay,
     present,
     clock: Clock,
+    lr_scale: float = 1.0,
+    key_norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`token` in place: the tensors of `state`, contiguous and of one dtype, become those after the token.
 
-    `state.time` stays: memories share it, so whoever calls them advances it. The arguments of `token` and
+    `state.time` stays: memories share it, so whoever calls them advances it.
 
-    clock: `Clock.of(state.time, present)`.
-    Returns the read-out `[B, H, G, V]` and the error f(W_xi, k) - v `[B, H, 1, V]` before the write.
+    q `[P, G, K]`; k `[P, 1, K]`; v `[P, 1, V]`; lr, momentum, decay `[B, H]`; present `[P, 1, 1]` bool, `None` = all.
+    state, init, net, options: those of `token`. clock: `Clock.of(state.time, ...)`. lr_scale: factor of lr.
+    key_norm: |k| `[P, 1, 1]`, which memories share, if all tokens are present.
+    Returns the read-out `[P, G, V]` and the error f(W_xi, k) - v `[P, 1, V]` before the write.
     """
     W, start, S, ln, C = (
         state.weights,
@@ -218,35 +224,34 @@ def memory_step(
             overwrite(start, rows, init)
         if S is not None:
             overwrite(S, rows, [s.new_zeros(()) for s in S])
+    # [B, H] -> [P, 1, 1]
+    theta, mu, alpha = (None if x is None else x.reshape(-1, 1, 1) for x in (lr, momentum, decay))
     if present is not None:  # whatever an absent token holds: 0 * nan is nan
-        q, k, v = (torch.where(present.view(-1, 1, 1, 1), x, 0.0) for x in (q, k, v))
-        lr = torch.where(present[:, None], lr, 0.0)
-        momentum = None if momentum is None else torch.where(present[:, None], momentum, 1.0)
-        decay = None if decay is None else torch.where(present[:, None], decay, 0.0)
+        q, k, v, theta = (torch.where(present, x, 0.0) for x in (q, k, v, theta))
+        mu = None if mu is None else torch.where(present, mu, 1.0)
+        alpha = None if alpha is None else torch.where(present, alpha, 0.0)
 
-    def programs(x: Tensor) -> Tensor:  # [B, H, ...] -> [B H, ...]
-        return x.flatten(0, 1)
-
-    def scalars(x: Tensor) -> Tensor:  # [B, H] -> [B H, 1, 1]
-        return x.reshape(-1, 1, 1)
-
-    B, H = k.shape[:2]
-    query, key, at = programs(q), programs(k), [programs(w) for w in start]
+    B, at = len(W[0]), [w.flatten(0, 1) for w in start]
     if ln is not None:
         ln = [x.expand(B, *x.shape).flatten(0, 1) for x in ln]
-    a, delta, error = inner_gradient(net, at, key, inner_offset(net, key, programs(v), ln and ln[1]), ln and ln[0])
-    theta = scalars(lr)
+    if len(at) == 1 and ln is None and not net.residual:  # what `inner_gradient` says, in one operation
+        error = torch.baddbmm(v, k, at[0], beta=-1)
+        a, delta = [k], [error]
+    else:
+        a, delta, error = inner_gradient(net, at, k, inner_offset(net, k, v, ln and ln[1]), ln and ln[0])
     if options["grad_bound"] is not None:
-        theta = bounded(theta[..., 0], a, delta, options["grad_bound"])[..., None]
+        of_k = norms(k, keepdim=True) if key_norm is None or present is not None else key_norm
+        of_a, of_delta = ([norms(x, keepdim=True) for x in y] for y in (a[1:], delta))
+        theta = theta / excess([of_k, *of_a], of_delta, options["grad_bound"])
+    query = q
     if options["query_projection"] != "none":
         interval = C if options["query_projection"] == "chunk" else options["reset_interval"]
         unit, normalize = F.normalize(k, dim=-1), options["normalize_projection"]
-        query = programs(project_step(state.projection, q, unit, interval, normalize, present, clock))
+        query = project_step(state.projection, q, unit, interval, normalize, present, clock)
     if options["read"] == "chunk_start":
         o = apply_net(net, at, query, ln)
-    now = at if C == 1 else [programs(w) for w in W]
-    if decay is not None:
-        alpha = scalars(decay)
+    now = at if C == 1 else [w.flatten(0, 1) for w in W]
+    if alpha is not None:
         for w, w0 in zip(now, init):
             if options["decay_target"] == "init":
                 w.lerp_(w0.to(w.dtype).expand(B, *w0.shape).flatten(0, 1), alpha)
@@ -254,13 +259,12 @@ def memory_step(
                 w.mul_(1 - alpha)
     for i, (w, x, d) in enumerate(zip(now, a, delta)):  # W_t (Titans Eq. 13)
         if S is None:
-            w.addcmul_(x.mT, theta * d, value=-1)
+            w.addcmul_(x.mT, theta * d, value=-lr_scale)
         else:
-            s = programs(S[i]).mul_(scalars(momentum)).addcmul_(x.mT, theta * d, value=-1)  # S_t (Titans Eq. 14)
-            w.add_(s if present is None else s * scalars(present[:, None].expand(-1, H)))
+            s = S[i].flatten(0, 1).mul_(mu).addcmul_(x.mT, theta * d, value=-lr_scale)  # S_t (Titans Eq. 14)
+            w.add_(s if present is None else s * present)
     if options["read"] == "current":
         o = apply_net(net, now, query, ln)
     if C > 1 and (rows := clock.ends(C)) is not None:  # the next token begins a chunk
         overwrite(start, rows, W)
-    o = o.view(*q.shape[:3], -1)
-    return o if present is None else o * present.view(-1, 1, 1, 1), error.view(v.shape)
+    return o if present is None else o * present, error
