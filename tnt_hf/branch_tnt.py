@@ -180,7 +180,7 @@ class TNTMemory(nn.Module):
 
     def _step(self, hidden_states, shared, layout, state, mask, clock, output_surprise):
         """`forward` for one token `[B, 1, hidden]` after `state`, which is overwritten."""
-        B, H, D = len(hidden_states), self.channels[1] // self.head_dim, self.head_dim
+        B, H, D = hidden_states.shape[0], self.channels[1] // self.head_dim, self.head_dim
         here = None if mask is None else mask[:, 0]
         clock = Clock.of(state.time, here) if clock is None else clock
         if shared is None:

@@ -80,19 +80,21 @@ class _ValidWindow:
     def update(self, key_states: Tensor, value_states: Tensor, *args, valid: Tensor | None = None, **kwargs):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         total, exporting = keys.shape[2], torch.compiler.is_exporting()
+        if valid is None and not exporting and self.sliding_window > 1:
+            if total > 2 * self.sliding_window:  # the library's slice would keep the whole prompt in memory
+                self.keys, self.values = self.keys.clone(), self.values.clone()
+            return keys, values
         keep = torch.sym_min(self.sliding_window - 1, total)
         # a slice would tie a program to lengths on one side of the window
         last = torch.arange(total - keep, total, device=keys.device) if exporting else slice(total - keep, total)
-        if valid is not None:
-            earlier = valid.new_ones(valid.shape[0], total - valid.shape[1])
-            order = torch.argsort(torch.cat([earlier, valid], 1).int(), dim=1, stable=True)[:, last]
-            self.keys, self.values = (
-                x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])) for x in (keys, values)
-            )
-        elif exporting or keep == 0:  # the library's layer drops nothing at a window of 1, and in its exporter
+        if valid is None:  # the library's layer drops nothing at a window of 1, and in its exporter
             self.keys, self.values = keys[:, :, last], values[:, :, last]
-        elif total > 2 * self.sliding_window:  # a slice would keep the whole prompt in memory
-            self.keys, self.values = self.keys.clone(), self.values.clone()
+            return keys, values
+        earlier = valid.new_ones(valid.shape[0], total - valid.shape[1])
+        order = torch.argsort(torch.cat([earlier, valid], 1).int(), dim=1, stable=True)[:, last]
+        self.keys, self.values = (
+            x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])) for x in (keys, values)
+        )
         return keys, values
 
 

