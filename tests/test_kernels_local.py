@@ -72,7 +72,8 @@ CASES = {
     "a residual": ({"T": 12}, {"chunk_size": 4, "residual": True}),
     "gelu, twice as wide": ({"T": 12, "hidden": 32}, {"chunk_size": 4, "activation": "gelu"}),
     "keys wider than values": ({"T": 12, "K": 32, "V": 16, "hidden": 64}, {"chunk_size": 4}),
-    "a LayerNorm": ({"T": 12, "layernorm": True}, {"chunk_size": 6, "residual": True}),
+    # at the rate of the others a LayerNorm without a bound magnifies: torch's own float32 is up to 1.7e-6 off
+    "a LayerNorm": ({"T": 12, "layernorm": True, "rate": 0.1}, {"chunk_size": 6, "residual": True}),
     "a linear one with a LayerNorm": ({"T": 8, "layernorm": True, "depth": 1}, {"chunk_size": 4, "grad_bound": 0.3}),
     "momentum": ({"T": 12, "momentum": True}, {"chunk_size": 4}),
     "forgetting to W_init": ({"T": 12, "decay": True}, {"chunk_size": 4}),

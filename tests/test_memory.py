@@ -39,6 +39,7 @@ def make_inputs(
     decay=False,
     layernorm=False,
     feature_map="identity",
+    rate=0.5,
     dtype=torch.float64,
 ):
     """Random op inputs: (tensors q, k, v, lr), weights, options that are tensors."""
@@ -54,7 +55,7 @@ def make_inputs(
         F.normalize(randn(B, T, H * G, K), dim=-1),
         F.normalize(randn(B, T, H, K), dim=-1),
         0.5 * randn(B, T, H, V),
-        0.5 * rand(B, T, H),
+        rate * rand(B, T, H),
     ]
     widths = [feature_width(feature_map, K), *[hidden] * (depth - 1), V]
     weights = [randn(H, a, b) / math.sqrt(a) for a, b in zip(widths, widths[1:])]

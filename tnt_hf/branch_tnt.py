@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from .cache_name_tnt import with_cache_name
 from .configuration_tnt import TNTConfig
 from .convolution_tnt import TNTCausalConv, convolve_token
-from .features_tnt import quadratic
+from .features_tnt import pairs, quadratic
 from .gate_tnt import TNTMemoryGate, TNTRMSNorm
 from .kernels_choice_tnt import (
     choose,
@@ -149,6 +149,8 @@ class TNTMemory(nn.Module):
         if keep:
             new_state.conv = conv
             new_state.write(cache, self.layer_idx, layout)
+            if self.feature_map == "quadratic":  # for a compiled step, see there
+                pairs(self.head_dim, q.device, dtype)
         return o.flatten(-2).to(hidden_states.dtype), surprise
 
     def _operands_of_kernels(self, operands, dtype, layout, device) -> torch.dtype | None:

@@ -125,7 +125,7 @@ class TNTConfig(PreTrainedConfig):
         ValueError: for every invalid value or combination, naming the field and the value.
     """
 
-    model_type = "tnt"
+    model_type, output_surprise = "tnt", False  # the latter is no field: saved only where it was set
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     vocab_size: int = 32000

@@ -15,7 +15,7 @@ from torch import Tensor
 
 FEATURE_MAPS = ("identity", "quadratic")
 ROOT_2 = 2.0**0.5
-PAIRS: dict[tuple, tuple[Tensor, Tensor, Tensor]] = {}  # of `_pairs`
+PAIRS: dict[tuple, tuple[Tensor, Tensor, Tensor]] = {}  # of `pairs`
 
 
 def feature_width(name: str, D: int) -> int:
@@ -23,8 +23,9 @@ def feature_width(name: str, D: int) -> int:
     return D * (D + 1) // 2 if name == "quadratic" else D
 
 
-def _pairs(D: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """i <= j of all pairs and their weight, each `[F]`; made once, as decoding would make them anew."""
+def pairs(D: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """i <= j of all pairs and their weight, each `[F]`; made once, as decoding would make them anew. A graph that is
+    being compiled can only take what is there already."""
     key = D, device, dtype
     if (found := PAIRS.get(key)) is None:
         with torch.inference_mode(False):
@@ -39,7 +40,7 @@ def quadratic(x: Tensor) -> Tensor:
     """`[..., D]` -> `[..., F]`: the products x_i x_j, weighted so that quadratic(x) . quadratic(y) is (x . y)^2. Keys
     of unit length keep it, and far more of them fit into a linear memory without interfering."""
     *lead, D = x.shape
-    i, j, weight = _pairs(D, x.device, x.dtype)
+    i, j, weight = pairs(D, x.device, x.dtype)
     # `gather`, as `index_select` of a last axis costs several times as much, backward as well.
     return x.gather(-1, i.expand(*lead, -1)) * (x.gather(-1, j.expand(*lead, -1)) * weight)
 

@@ -545,9 +545,7 @@ class TNTModel(TNTPreTrainedModel):
         if position_ids is None:
             position_ids = (torch.arange(T, device=inputs_embeds.device) + past).unsqueeze(0)
             position_ids = default_positions(self.config, position_ids, attention_mask, segment_ids)
-        output_surprise = bool(
-            getattr(self.config, "output_surprise", False) if output_surprise is None else output_surprise
-        )
+        output_surprise = bool(self.config.output_surprise if output_surprise is None else output_surprise)
         memory_inputs = {
             "layout": layout,
             "mask": masks.get("memory"),

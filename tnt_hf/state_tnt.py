@@ -46,13 +46,13 @@ class StateLayout(NamedTuple):
     @classmethod
     def of(cls, config: TNTConfig) -> "StateLayout":
         """The layout of a model with `config`, whose chunk sizes may have changed since the last call."""
-        if torch.compiler.is_compiling():
-            return cls._made(config)
         fields = vars(config)  # its attributes are slow to read, and this is asked for with every token
         key = tuple(tuple(x) if isinstance(x, list) else x for x in [fields[name] for name in LAYOUT_FIELDS])
-        if key not in LAYOUTS:
-            LAYOUTS[key] = cls._made(config)
-        return LAYOUTS[key]
+        if (found := LAYOUTS.get(key)) is None:
+            found = cls._made(config)
+            if not torch.compiler.is_compiling():
+                LAYOUTS[key] = found
+        return found
 
     @classmethod
     def _made(cls, config: TNTConfig) -> "StateLayout":

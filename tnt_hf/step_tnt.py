@@ -139,7 +139,7 @@ class Clock(NamedTuple):
         if interval is None:
             return None
         if isinstance(self.time, Tensor):
-            first = self.time % interval == 0
+            first = _divides(interval, self.time)
             return first if self.present is None else first & self.present
         if self.present is None:
             return _index([t % interval == 0 for t in self.time])
@@ -148,10 +148,15 @@ class Clock(NamedTuple):
     def ends(self, chunk_size: int) -> "list[int] | slice | Tensor | None":
         """Rows that stand at the end of a chunk once the token is written: an index, or `None` for none of them."""
         if isinstance(self.time, Tensor):
-            return (self.time + (1 if self.present is None else self.present)) % chunk_size == 0
+            return _divides(chunk_size, self.time + (1 if self.present is None else self.present))
         if self.present is None:
             return _index([(t + 1) % chunk_size == 0 for t in self.time])
         return _index([(t + here) % chunk_size == 0 for t, here in zip(self.time, self.present)])
+
+
+def _divides(n: int, time: Tensor) -> Tensor:
+    """time % n == 0. A compiled step asks it for every few elements of a state, so it had better not divide."""
+    return (time & (n - 1) if n & (n - 1) == 0 else time % n) == 0
 
 
 def _index(rows: list[bool]) -> list[int] | slice | None:
