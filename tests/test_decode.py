@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 
 from tnt_hf import TNTCache
 from tnt_hf.masks_tnt import build_masks
-from tnt_hf.network_tnt import Net
+from tnt_hf.network_tnt import Net, norms
 from tnt_hf.projection_tnt import project_queries
 from tnt_hf.step_tnt import Clock, MemoryState, memory_step, project_step, token
 
@@ -36,6 +36,7 @@ OPTIONS = {
     "projection since the chunk": {"query_projection": "chunk"},
     "forgetting to zero": {"decay_target": "zero"},
     "bounded": {"grad_bound": 0.3},
+    "sizes that are no powers of 2": {"chunk_size": 3, "reset_interval": 6},
 }
 
 
@@ -59,17 +60,25 @@ def random_token(g, momentum: bool, decay: bool):
 
 
 @pytest.mark.parametrize(
-    "depth, layernorm, momentum, decay",
-    [(1, False, False, True), (2, True, True, False), (2, False, True, True), (2, False, False, False)],
+    "depth, residual, layernorm, momentum, decay",
+    [
+        (1, False, False, False, True),
+        (1, True, False, False, False),
+        (1, False, True, False, False),
+        (2, True, True, True, False),
+        (2, False, False, True, True),
+        (2, False, False, False, False),
+    ],
 )
 @pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("absent", [False, True], ids=["all present", "some absent"])
 @torch.no_grad()
-def test_the_step_in_place_is_the_recurrence(depth, layernorm, momentum, decay, changes, absent):
-    """Twenty tokens across every boundary, rows at different times, whatever the clock is read with."""
+def test_the_step_in_place_is_the_recurrence(depth, residual, layernorm, momentum, decay, changes, absent):
+    """Twenty tokens across every boundary, rows at different times, whatever the clock is read with and whoever knows
+    the lengths of the keys."""
     g, options = torch.Generator().manual_seed(depth), PLAIN | changes
     weights = [torch.randn(H, K, K, generator=g, dtype=torch.float64) * K**-0.5 for _ in range(depth)]
-    net = Net("silu", layernorm, 1e-6)
+    net = Net("silu", residual, 1e-6)
     if layernorm:
         options["layernorm"] = [torch.randn(H, 1, K, generator=g, dtype=torch.float64) for _ in range(2)]
     projection = options["query_projection"] != "none"
@@ -84,9 +93,10 @@ def test_the_step_in_place_is_the_recurrence(depth, layernorm, momentum, decay, 
             inputs = [x if x is None else torch.where(row, x, torch.nan) for x, row in zip(inputs, shown)]
         for on_host, state in found.items():
             clock = Clock.of(state.time, present) if on_host else Clock(state.time, present)
-            programs = [x.flatten(0, 1) for x in inputs[:3]]
+            q, k, v = (x.flatten(0, 1) for x in inputs[:3])
             rows = None if present is None else present.repeat_interleave(H).view(-1, 1, 1)
-            here, error = memory_step(state, weights, net, options, *programs, *inputs[3:], rows, clock)
+            scaled = 4 * inputs[3], *inputs[4:], rows, clock, 0.25, norms(k, keepdim=True) if on_host else None
+            here, error = memory_step(state, weights, net, options, q, k, v, *scaled)
             here, error = (x.unflatten(0, (B, H)) for x in (here, error))
             state.time += 1 if present is None else present
             torch.testing.assert_close(here, o, **EXACT)
