@@ -310,11 +310,18 @@ def test_an_absent_token_leaves_the_projection_as_it_is():
     assert found[0].any() and not torch.equal(after[0], M[0])
 
 
-@pytest.mark.parametrize("changes", [{}, {"memory_value_norm": False}], ids=["unit values", "raw values"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"memory_value_norm": False}, {"memory_layernorm": True}],
+    ids=["unit values", "raw values", "a LayerNorm"],
+)
 @torch.no_grad()
 def test_decoded_tokens_are_as_surprising_as_read_ones(changes):
     """Those that are absent, in the middle of one row, are not."""
     model, ids, mask = tiny_model(**changes), tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    for name, x in model.named_parameters():
+        if name.endswith("norm_bias"):  # with one, an absent token would be as surprising as the bias is long
+            torch.nn.init.normal_(x, std=0.1)
     mask[1, 14:16] = 0
     expected, cache = model(ids, attention_mask=mask, use_cache=False, output_surprise=True), TNTCache(model.config)
     for t in range(20):
