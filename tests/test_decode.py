@@ -192,6 +192,21 @@ def test_a_step_with_gradients_is_the_same_step():
     assert model.model.layers[0].memory.memories[1].lr_proj.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("name", MODES)
+@torch.no_grad()
+def test_a_state_that_is_not_contiguous_is_decoded_from(name):
+    """Its rows and heads cannot be one axis without a copy, whose changes would be lost."""
+    model, ids = tiny_model(**MODES[name]), tokens(2, 9)
+    expected, cache = model(ids).logits, TNTCache(tiny_config(**MODES[name]))
+    model(ids[:, :5], past_key_values=cache)
+    for layer in cache.layers:
+        for j, x in getattr(layer, "recurrent_states", {}).items():
+            if x is not None and x.dim() == 4:
+                layer.recurrent_states[j] = x.transpose(0, 1).contiguous().transpose(0, 1)
+    found = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(5, 9)]
+    torch.testing.assert_close(torch.cat(found, 1), expected[:, 5:], atol=1e-9, rtol=0)
+
+
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @torch.no_grad()
 def test_one_token_keeps_to_the_mask_it_is_given(attn):

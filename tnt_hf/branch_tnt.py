@@ -149,7 +149,7 @@ class TNTMemory(nn.Module):
         if keep:
             new_state.conv = conv
             new_state.write(cache, self.layer_idx, layout)
-            if self.feature_map == "quadratic":  # for a compiled step, see there
+            if self.feature_map == "quadratic":  # a compiled step can only take these ready-made
                 pairs(self.head_dim, q.device, dtype)
         return o.flatten(-2).to(hidden_states.dtype), surprise
 
