@@ -26,14 +26,15 @@ PACKAGES = {
 
 # Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, denormals,
 # derivative, grid, coefficients, network, scan, block, reverse, projection, step and operators belong to memory_tnt
-# (torch only), kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, unit, features, convolution, masks,
-# continuation and cache_name to modeling_tnt, state to cache_tnt.
+# (torch only), kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, unit, features, fusion, convolution,
+# masks, continuation and cache_name to modeling_tnt, state to cache_tnt.
 ARROWS = {
     "configuration_tnt": set(),
     "costs_tnt": {"configuration_tnt"},
-    "network_tnt": set(),
+    "network_tnt": {"fusion_tnt"},
     "denormals_tnt": set(),
     "precision_tnt": set(),
+    "fusion_tnt": {"precision_tnt"},
     "derivative_tnt": set(),
     "coefficients_tnt": {"derivative_tnt", "denormals_tnt", "precision_tnt"},
     "grid_tnt": set(),
@@ -51,7 +52,7 @@ ARROWS = {
         "block_tnt",
     },
     "inputs_tnt": {"features_tnt"},
-    "step_tnt": {"network_tnt"},
+    "step_tnt": {"fusion_tnt", "network_tnt"},
     "operators_tnt": {"step_tnt"},
     "kernels_parts_tnt": set(),
     "kernels_choice_tnt": {"kernels_parts_tnt"},
@@ -101,7 +102,7 @@ ARROWS = {
     "cache_tnt": {"configuration_tnt", "costs_tnt", "state_tnt"},
     "convolution_tnt": {"derivative_tnt", "grid_tnt"},
     "features_tnt": set(),
-    "gate_tnt": {"configuration_tnt", "precision_tnt"},
+    "gate_tnt": {"configuration_tnt", "fusion_tnt", "precision_tnt"},
     "unit_tnt": {
         "configuration_tnt",
         "gate_tnt",
@@ -128,7 +129,14 @@ ARROWS = {
         "tokens_tnt",
         "unit_tnt",
     },
-    "tokens_tnt": {"convolution_tnt", "kernels_features_tnt", "precision_tnt", "projection_tnt"},
+    "tokens_tnt": {
+        "convolution_tnt",
+        "features_tnt",
+        "fusion_tnt",
+        "kernels_features_tnt",
+        "precision_tnt",
+        "projection_tnt",
+    },
     "kernels_features_tnt": {"derivative_tnt", "kernels_parts_tnt"},
     "window_tnt": {"precision_tnt"},
     "masks_tnt": {"cache_name_tnt", "cache_tnt", "configuration_tnt", "grid_tnt", "window_tnt"},

@@ -14,7 +14,6 @@ packed document. This file travels with every pushed checkpoint.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -36,7 +35,7 @@ from .precision_tnt import autocast_dtype, cast, full_precision, rounded, wide
 from .projection_tnt import project_queries
 from .state_tnt import LayerState, StateLayout
 from .step_tnt import Clock, project_step
-from .tokens_tnt import memory_tokens
+from .tokens_tnt import memory_token, memory_tokens
 from .unit_tnt import FIELD, TNTMemoryUnit
 
 
@@ -191,20 +190,10 @@ class TNTMemory(nn.Module):
             convs = [self.q_conv, self.k_conv, self.v_conv]
             x, tail = convolve_token(convs, shared, state.conv, mask)
             state.conv.copy_(tail)
-        else:
-            x = torch.cat(shared, -1)
+            shared = [x]
         with full_precision(hidden_states.device):
-            x = cast(x, wide(x.dtype)).view(B, -1, D)  # the heads of q, k and v, made here, so overwritten here
-            keys = x[:, :-H]
-            if self.feature_map == "silu":
-                F.silu(keys, inplace=True)
-            units = x if self.value_norm else keys
-            units.div_(torch.linalg.vector_norm(units, dim=-1, keepdim=True).clamp_min_(1e-12))
-            if self.feature_map == "quadratic":
-                keys = quadratic(keys)
-            width = keys.shape[-1]
-            q, k = keys[:, :-H].reshape(B * H, -1, width), keys[:, -H:].reshape(B * H, 1, width)
-            v, present = x[:, -H:].reshape(B * H, 1, D), None
+            q, k, v = memory_token(shared, self.channels, D, self.feature_map, self.value_norm)
+            present = None
             if here is not None:
                 present = here.repeat_interleave(H).view(-1, 1, 1)
             queries = {

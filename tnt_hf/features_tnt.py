@@ -36,13 +36,17 @@ def pairs(D: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Ten
     return found
 
 
-def quadratic(x: Tensor) -> Tensor:
+def quadratic(x: Tensor, size: Tensor | None = None) -> Tensor:
     """`[..., D]` -> `[..., F]`: the products x_i x_j, weighted so that quadratic(x) . quadratic(y) is (x . y)^2. Keys
-    of unit length keep it, and far more of them fit into a linear memory without interfering."""
+    of unit length keep it, and far more of them fit into a linear memory without interfering. size: `[..., 1]` to
+    divide x by."""
     *lead, D = x.shape
     i, j, weight = pairs(D, x.device, x.dtype)
     # `gather`, as `index_select` of a last axis costs several times as much, backward as well.
-    return x.gather(-1, i.expand(*lead, -1)) * (x.gather(-1, j.expand(*lead, -1)) * weight)
+    x, y = x.gather(-1, i.expand(*lead, -1)), x.gather(-1, j.expand(*lead, -1))
+    if size is not None:  # not before: a compiler would divide, and look for what to divide by, for each product anew
+        x, y = x / size, y / size
+    return x * (y * weight)
 
 
 # ------------------------------------- the same for a chunk, by distance: neither gather nor scatter

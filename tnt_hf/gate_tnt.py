@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .configuration_tnt import TNTConfig
+from .fusion_tnt import fused_linear
 from .precision_tnt import cast, full_precision, wide
 
 
@@ -82,6 +83,10 @@ class TNTGateLinear(nn.Linear):
     ):
         super().__init__(in_features, out_features, bias=bias_start is not None)
         self.bias_start, self.zero_weight = bias_start, zero_weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = fused_linear(x, self)
+        return super().forward(x) if y is None else y
 
 
 class TNTMixingWeight(nn.Module):

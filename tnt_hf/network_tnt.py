@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fusion_tnt import fused_product, fuses
+
 
 class Net(NamedTuple):
     """The memory network's shape: everything that is not a tensor."""
@@ -30,7 +32,9 @@ class Net(NamedTuple):
 
 def product(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
     """x @ w; `bmm` spares a chunk's many small products the broadcasting logic of `matmul`."""
-    return torch.bmm(x, w, out=out) if x.dim() == 3 else x @ w
+    if x.dim() != 3:
+        return x @ w
+    return fused_product(x, w) if fuses() else torch.bmm(x, w, out=out)
 
 
 def activate(name: str, z: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .network_tnt import Net, apply_net, bounded, excess, inner_gradient, inner_offset, norms
+from .fusion_tnt import fuses
+from .network_tnt import Net, apply_net, bounded, excess, inner_gradient, inner_offset, norms, product
 
 
 @dataclass
@@ -186,7 +187,8 @@ def project_step(M: Tensor, q: Tensor, unit: Tensor, interval: int | None, norma
         unit = torch.where(present, unit, 0.0)
     M = M.flatten(0, 1)
     # not q @ M_t: behind a reset that is (q . u) u, whose direction a rounded u^T u would blur
-    out = torch.baddbmm(torch.bmm(q, unit.mT) * unit, q, M)
+    newest = product(q, unit.mT) * unit
+    out = newest + product(q, M) if fuses() else torch.baddbmm(newest, q, M)
     M.addcmul_(unit.mT, unit)
     return out.div_(norms(out, keepdim=True).clamp_min_(1e-12)) if normalize else out  # F.normalize in fewer calls
 
@@ -239,7 +241,8 @@ def memory_step(
     B, at = W[0].shape[0], [w.flatten(0, 1) for w in start]
     if ln is not None:
         ln = [x.expand(B, *x.shape).flatten(0, 1) for x in ln]
-    if len(at) == 1 and ln is None and not net.residual:  # what `inner_gradient` says, in one operation
+    plain = len(at) == 1 and ln is None and not net.residual
+    if plain and not fuses():  # what `inner_gradient` says, in one operation
         error = torch.baddbmm(v, k, at[0], beta=-1)
         a, delta = [k], [error]
     else:

@@ -2,17 +2,22 @@
 
 Axis legend
     B batch   T tokens of this call   H heads of a part (q, k or v)   D memory head width   C channels of q, k and v
-    together   taps = kernel - 1 earlier tokens
+    together   taps = kernel - 1 earlier tokens   P = B H programs   G query heads per memory head   K width of the
+    feature map's keys
 
 Travels with every pushed checkpoint.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .convolution_tnt import TNTCausalConv, convolve, documents_of
-from .precision_tnt import full_precision
+from .features_tnt import quadratic
+from .fusion_tnt import fuses
+from .precision_tnt import cast, full_precision, wide
 from .projection_tnt import unit_vectors
 
 
@@ -55,6 +60,46 @@ def memory_tokens(
             x = F.silu(x) if silu else x
             tokens.append(unit_vectors(x) if unit else x)
     return tokens, tail
+
+
+def memory_token(
+    parts: Sequence[Tensor], channels: tuple[int, int, int], D: int, feature_map: str, value_norm: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    The same of one token that is convolved already, its feature map applied, as programs P = B H.
+
+    Args:
+        parts: q, k and v `[B, 1, H D]`, or one tensor with all of them, which is overwritten.
+        channels: of q, k and v. D: head width.
+
+    Returns:
+        q `[P, G, K]`, k `[P, 1, K]`, v `[P, 1, D]`, float32 at least.
+    """
+    B, H, dtype = parts[0].shape[0], channels[1] // D, wide(parts[0].dtype)
+    if fuses():
+        x = parts if len(parts) > 1 else parts[0].split(channels, -1)
+        q, k, v = (cast(y, dtype).view(B, -1, D) for y in x)
+        q, k = (_feature(F.silu(y) if feature_map == "silu" else y, feature_map) for y in (q, k))
+        v = v / _length(v) if value_norm else v
+    else:  # in place, and together
+        x = cast(torch.cat(parts, -1) if len(parts) > 1 else parts[0], dtype).view(B, -1, D)
+        keys, v = x[:, :-H], x[:, -H:]
+        if feature_map == "silu":
+            F.silu(keys, inplace=True)
+        units = x if value_norm else keys
+        units.div_(_length(units))
+        if feature_map == "quadratic":
+            keys = quadratic(keys)
+        q, k = keys[:, :-H], keys[:, -H:]
+    return q.reshape(B * H, -1, q.shape[-1]), k.reshape(B * H, 1, -1), v.reshape(B * H, 1, D)
+
+
+def _length(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(1e-12)
+
+
+def _feature(x: Tensor, feature_map: str) -> Tensor:
+    return quadratic(x, _length(x)) if feature_map == "quadratic" else x / _length(x)
 
 
 def _is_plain(conv: nn.Module) -> bool:
