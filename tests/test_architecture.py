@@ -25,9 +25,9 @@ PACKAGES = {
 }
 
 # Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, denormals,
-# derivative, grid, coefficients, network, scan, block, reverse, projection, step and operators belong to memory_tnt
-# (torch only), kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, unit, features, fusion, convolution,
-# masks, continuation and cache_name to modeling_tnt, state to cache_tnt.
+# derivative, grid, coefficients, network, plan, scan, block, reverse, projection, step and operators belong to
+# memory_tnt (torch only), kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, unit, features, fusion,
+# convolution, masks, continuation and cache_name to modeling_tnt, state to cache_tnt.
 ARROWS = {
     "configuration_tnt": set(),
     "costs_tnt": {"configuration_tnt"},
@@ -38,15 +38,17 @@ ARROWS = {
     "derivative_tnt": set(),
     "coefficients_tnt": {"derivative_tnt", "denormals_tnt", "precision_tnt"},
     "grid_tnt": set(),
-    "scan_tnt": {"features_tnt", "network_tnt", "coefficients_tnt"},
-    "rebuild_tnt": {"features_tnt", "network_tnt", "coefficients_tnt", "scan_tnt"},
-    "block_tnt": {"features_tnt", "network_tnt", "coefficients_tnt", "scan_tnt", "rebuild_tnt"},
+    "plan_tnt": {"network_tnt"},
+    "scan_tnt": {"features_tnt", "network_tnt", "coefficients_tnt", "plan_tnt"},
+    "rebuild_tnt": {"features_tnt", "network_tnt", "coefficients_tnt", "plan_tnt", "scan_tnt"},
+    "block_tnt": {"features_tnt", "network_tnt", "coefficients_tnt", "plan_tnt", "scan_tnt", "rebuild_tnt"},
     "reverse_tnt": {
         "derivative_tnt",
         "denormals_tnt",
         "network_tnt",
         "coefficients_tnt",
         "precision_tnt",
+        "plan_tnt",
         "scan_tnt",
         "rebuild_tnt",
         "block_tnt",
@@ -61,7 +63,7 @@ ARROWS = {
     "kernels_tnt": {
         "derivative_tnt",
         "coefficients_tnt",
-        "scan_tnt",
+        "plan_tnt",
         "kernels_parts_tnt",
         "kernels_local_tnt",
         "kernels_local_reverse_tnt",
@@ -91,6 +93,7 @@ ARROWS = {
         "denormals_tnt",
         "grid_tnt",
         "precision_tnt",
+        "plan_tnt",
         "scan_tnt",
         "reverse_tnt",
         "projection_tnt",

@@ -17,8 +17,9 @@ from torch import Tensor
 from .coefficients_tnt import Coef
 from .features_tnt import through_ring_products
 from .network_tnt import Standardised, standardise, through_standardise
+from .plan_tnt import Block, Plan
 from .rebuild_tnt import Rebuilt
-from .scan_tnt import Block, Ends, Plan, Tape, c_end, copied, end_gradients, grouped, s_end, ungrouped
+from .scan_tnt import Ends, Tape, c_end, copied, end_gradients, grouped, s_end, scores, through_scores, ungrouped
 
 
 class Running(NamedTuple):
@@ -84,13 +85,16 @@ class BlockBackward:
             self.pairs, self.A, self.D = (grouped(y, G) for y in (c, coef.A, coef.D))
             self.A, self.D = (None if y is None else y[..., None] for y in (self.A, self.D))
             upper = built.pairs or [torch.bmm(y, z.mT) for y, z in zip(x[1:], a[1:])]
-            self.p = [torch.bmm(x[0], a[0].mT), *upper]
+            self.scores = scores(plan, built.tokens)
+            self.p = [self.scores.square() if plan.quadratic else self.scores, *upper]
             self.minus = [torch.mul(self.pairs, y).neg_() for y in self.p]
             g = torch.bmm(self.top, delta[-1].mT)
             d_p = torch.mul(self.pairs, g).neg_()
             self.d_pairs = g.mul_(self.p[-1])
             self.d_delta[-1] = torch.bmm(self.minus[-1].mT, self.top)
-            self.d_a[-1], self.d_x = torch.bmm(d_p.mT, x[-1]), torch.bmm(d_p, a[-1])
+            if self.L > 1:
+                self.d_a[-1], self.d_x = torch.bmm(d_p.mT, x[-1]), torch.bmm(d_p, a[-1])
+            self.d_first = d_p  # of the first layer's x . a, where it is the last
         into = built.right[-1][:, : self.rows]
         into.copy_(self.top) if self.A is None else torch.mul(self.A, self.top, out=into)
 
@@ -103,6 +107,7 @@ class BlockBackward:
             return block.blank(like, *like.shape[1:]) if wanted else None
 
         self.fresh = [y is None for y in self.d_delta]  # not yet written
+        self.fresh_a = [y is None for y in self.d_a]
         self.d_delta = [blank(y) if z is None else z for y, z in zip(delta, self.d_delta)]
         self.d_a = [blank(y, i or not self.narrow[i]) if z is None else z for i, (y, z) in enumerate(zip(a, self.d_a))]
         narrow = [y if first else z for y, z, first in zip(a, delta, self.narrow)]
@@ -150,7 +155,7 @@ class BlockBackward:
         if built.pull is not None:
             self.along = self.block.blank(a[0], self.C, 1)
             self.pull_ = list(zip(cut(self.along), cuts([*built.pull.to_a, *built.pull.to_delta])))
-        self.fused = not self.current or (self.plain and L > 1 and not self.back.plan.carried)
+        self.fused = not self.current or (self.plain and not self.back.plan.carried)
         if self.fused:
             self.both_ = cuts([x[:, : rows + C] for x in (built.right if not self.current else built.right[:1])])
             self.qk_, self.slopes_ = cut(self.d_qk), cuts(() if self.current else built.slope)
@@ -214,7 +219,7 @@ class BlockBackward:
         target, (D, m, keep, rest), dots = self.back.target, self.state_[j], [x[j] for x in self.dots_]
         d_W, d_S = [], None if S is None else []
         for i, dw in enumerate(end_W):
-            self._through_end(j, i, dw, self.ends_[j], self.fresh[i])
+            self._through_end(j, i, dw, self.ends_[j], True)
             if end_S is not None:
                 self._through_end(j, i, end_S[i], self.ends_S_[j], False)
             elif self.moved_S[i] is not None:
@@ -237,18 +242,18 @@ class BlockBackward:
             d_W.append(dw)
         return d_W, d_S
 
-    def _through_end(self, j, i, dw, end, fresh):
+    def _through_end(self, j, i, dw, end, first):
         """-sum_i weight_i a_i^T delta_i in a state whose gradient is dw: into d a, d delta and (later) d weight."""
         (minus_weight, scaled, moved), d_a, d_delta = end, self.d_a_[j][i], self.d_delta_[j][i]
-        scaled, m, beta = scaled[i], moved[i], 0 if fresh else 1
+        scaled, m, fresh, fresh_a = scaled[i], moved[i], first and self.fresh[i], first and self.fresh_a[i]
         if self.narrow[i]:
             torch.bmm(self.delta_[j][i], dw.mT, out=m)
-            d_delta.baddbmm_(scaled, dw, alpha=-1, beta=beta)
+            d_delta.baddbmm_(scaled, dw, alpha=-1, beta=0 if fresh else 1)
             if d_a is not None:
-                torch.mul(minus_weight, m, out=d_a) if fresh else d_a.addcmul_(minus_weight, m)
+                torch.mul(minus_weight, m, out=d_a) if fresh_a else d_a.addcmul_(minus_weight, m)
         else:
             torch.bmm(self.a_[j][i], dw, out=m)
-            d_a.baddbmm_(scaled, dw.mT, alpha=-1, beta=beta)
+            d_a.baddbmm_(scaled, dw.mT, alpha=-1, beta=0 if fresh_a else 1)
             torch.mul(minus_weight, m, out=d_delta) if fresh else d_delta.addcmul_(minus_weight, m)
 
     def _chunk_reads(self, j, n, W, S):
@@ -366,10 +371,6 @@ class BlockBackward:
             if self.D is not None:
                 d_coef.D.add_(ungrouped((self.through_S[i] * x[i]).sum(-1), G))
             if self.current and i < L - 1:
-                if i == 0:
-                    d_p = self.g[i] * self.pairs
-                    d_q -= torch.bmm(d_p, a[0])  # `baddbmm_` into a part of d_qk would go program by program
-                    d_k -= torch.bmm(d_p.mT, self.q)
                 self.d_pairs.addcmul_(self.g[i], self.p[i])
         if self.current:
             d_pairs = ungrouped(self.d_pairs, G)
@@ -393,3 +394,6 @@ class BlockBackward:
             d_k += d_error
         if self.back.plan.quadratic:
             self.grad[0].copy_(through_ring_products(self.d_qk, built.tokens))
+        if self.current:
+            d_first = self.d_first if L == 1 else (self.g[0] * self.pairs).neg_()
+            through_scores(self.back.plan, self.grad[0], d_first, self.scores, built.tokens)

@@ -20,7 +20,7 @@ from .kernels_global_tnt import TritonGlobal
 from .kernels_local_reverse_tnt import reverse_kernel
 from .kernels_local_tnt import forward_kernel
 from .kernels_parts_tnt import REGISTERS, SM_90, generation, operand, rows_of_tile, shared_memory, tables
-from .scan_tnt import Plan
+from .plan_tnt import Plan
 
 
 BLOCK_TOKENS = 32  # of a tile: a longer chunk runs as several blocks with one W_xi. 64 spills ten times as much

@@ -31,10 +31,11 @@ from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan
 from .kernels_parts_tnt import INTERPRETED
 from .network_tnt import Net
 from .operators_tnt import Like, as_operator
+from .plan_tnt import Plan
 from .precision_tnt import full_precision
 from .projection_tnt import project_queries
 from .reverse_tnt import ChunkScan
-from .scan_tnt import Plan, offsets, scan
+from .scan_tnt import offsets, scan
 from .step_tnt import MemoryState, token
 
 

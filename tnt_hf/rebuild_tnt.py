@@ -15,7 +15,8 @@ from torch import Tensor
 from .coefficients_tnt import Coef
 from .features_tnt import ring_products
 from .network_tnt import Standardised, excess, slopes, standardise, through_standardise
-from .scan_tnt import Block, Plan, Tape, c_end, s_end, weighted
+from .plan_tnt import Block, Plan
+from .scan_tnt import Tape, c_end, s_end, weighted
 
 
 class Pull(NamedTuple):

@@ -19,12 +19,12 @@ from .block_tnt import Backward, BlockBackward, Running
 from .coefficients_tnt import Coef
 from .denormals_tnt import without_denormals
 from .derivative_tnt import once_differentiable
+from .plan_tnt import BLOCK_ELEMENTS, Plan, blocks
 from .precision_tnt import full_precision
 from .rebuild_tnt import rebuild
-from .scan_tnt import Ends, Plan, Tape, blank_tape, blocks, cut, offsets, scan, write_chunk
+from .scan_tnt import Ends, Tape, blank_tape, cut, offsets, scan, write_chunk
 
 
-BLOCK_ELEMENTS = 1 << 17  # of a block's widest activation: few kernel launches, and a block stays in the cache
 KEEP_RATIO = 1  # all states are kept if they take at most so many times what the tokens of a chunk keep anyway
 
 

@@ -15,6 +15,7 @@ is a masked attention inside the chunk: no per-token weight exists. `memory_tnt.
 Travels with every pushed checkpoint.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -33,106 +34,7 @@ from .network_tnt import (
     pass_through,
     standardise,
 )
-
-
-class Plan(NamedTuple):
-    """What a scan needs besides tensors. `counts` and `starts` are in programs (rows x heads)."""
-
-    net: Net
-    counts: list[int]
-    starts: list[int]
-    groups: int
-    current: bool
-    carried: bool  # step 0 takes its gradients at a carried W_xi
-    full: Tensor | bool
-    keep_state: bool
-    keep_loss: bool
-    bound: float | None  # of |g_i|: c_{t,i} shrinks by the excess
-    quadratic: bool = False  # of q and k the network sees the products, which are made chunk by chunk
-
-    def rows(self, qk: Tensor) -> tuple[int, int]:
-        """Queries C G and keys C of a chunk in qk `[P, C G + C, K]`."""
-        C = qk.shape[1] // (self.groups + 1)
-        return qk.shape[1] - C, C
-
-
-class Block(NamedTuple):
-    """Some chunks in a row. What does not touch the weights is done for all programs of a block at once."""
-
-    steps: range
-    here: slice  # of the programs' axis
-    sizes: list[int]  # programs of each chunk
-    spans: list[int]  # and with the unused ones of a dense grid behind them
-
-    @property
-    def even(self) -> bool:
-        return len(set(self.sizes)) == 1 and self.sizes == self.spans
-
-    def cut(self, x: Tensor | None) -> list[Tensor | None]:
-        """[programs, ...] -> per chunk."""
-        if x is None:
-            return [None] * len(self.sizes)
-        if self.sizes == self.spans and len(self.sizes) == 1:
-            return [x]
-        pieces = x.split_with_sizes(self.spans)
-        return pieces if self.sizes == self.spans else [y[:n] for y, n in zip(pieces, self.sizes)]
-
-    def cuts(self, tensors) -> list[tuple[Tensor | None, ...]]:
-        """Several tensors -> per chunk, a tuple of their parts: views that are made once are cheap."""
-        return list(zip(*map(self.cut, tensors))) if tensors else [()] * len(self.sizes)
-
-    def blank(self, like: Tensor, *shape: int) -> Tensor:
-        """[programs, *shape] to be written chunk by chunk, with zeros at unused programs."""
-        return (like.new_empty if self.sizes == self.spans else like.new_zeros)(sum(self.spans), *shape)
-
-    def stack(self, pieces: list[Tensor]) -> Tensor:
-        """The inverse of `cut`, with zeros at unused programs."""
-        if self.sizes != self.spans:
-            pads = [m - n for n, m in zip(self.sizes, self.spans)]
-            pieces = [F.pad(x, (0, 0) * (x.dim() - 1) + (0, m)) if m else x for x, m in zip(pieces, pads)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Values of rows, for every chunk."""
-        return self.stack([x[:n] for n in self.sizes])
-
-    def fold(self, total: Tensor, x: Tensor) -> None:
-        """total `[rows, ...]` += x `[programs, ...]`, the adjoint of `spread`."""
-        if len(self.sizes) == 1:
-            total[: self.sizes[0]] += x[: self.sizes[0]]
-        elif self.even:
-            total[: self.sizes[0]] += x.unflatten(0, (-1, self.sizes[0])).sum(0)
-        else:
-            for y, n in zip(self.cut(x), self.sizes):
-                total[:n] += y
-
-    def fold_product(self, total: Tensor, x: Tensor, y: Tensor) -> None:
-        """total `[rows, K, V]` += x^T y of every chunk."""
-        n = self.sizes[0]
-        if self.even:  # one product with all rows of x and y
-            x, y = (z.unflatten(0, (-1, n)).transpose(0, 1).flatten(1, 2) for z in (x, y))
-            total[:n].baddbmm_(x.mT, y)
-        else:
-            for x_j, y_j, n in zip(self.cut(x), self.cut(y), self.sizes):
-                total[:n].baddbmm_(x_j.mT, y_j)
-
-
-def whole(plan: Plan, total: int) -> Block:
-    """All chunks as one block, with the `total - ...` programs that a dense grid may not use at its end."""
-    ends = [*plan.starts[1:], total]
-    spans = [b - a for a, b in zip(plan.starts, ends)]
-    return Block(range(len(plan.counts)), slice(0, total), plan.counts, spans)
-
-
-def blocks(plan: Plan, length: int) -> list[Block]:
-    """All chunks in order, `length` steps to a block."""
-    steps, blocks = len(plan.counts), []
-    for begin in range(0, steps, length):
-        end = min(begin + length, steps)
-        ends = [*plan.starts[begin + 1 : end], plan.starts[end - 1] + plan.counts[end - 1]]
-        spans = [b - a for a, b in zip(plan.starts[begin:end], ends)]
-        blocks.append(Block(range(begin, end), slice(plan.starts[begin], ends[-1]), plan.counts[begin:end], spans))
-    return blocks
+from .plan_tnt import BLOCK_ELEMENTS, Plan, blocks, whole
 
 
 # -------------------------------------------------------------------------------------- one chunk of the dual form
@@ -154,10 +56,39 @@ def weighted(weights: Tensor, a: list[Tensor], delta: list[Tensor]) -> list[tupl
     return [(weights * x, y) if x.shape[-1] <= y.shape[-1] else (x, weights * y) for x, y in zip(a, delta)]
 
 
-def _read_chunk(net: Net, W, S, target, q, A, D, pairs, pushed, zs, ps):
-    """f(W_t, q) before the LayerNorm, for the chunk's queries. `pushed`: (a, delta) of the writes that are read, to be
-    weighted by `pairs` `[(P,) C G, C]`; `zs`: where to leave the z of all layers (the last is the result, `None`:
-    anywhere); `ps`: and x . a of the upper ones."""
+def scores(plan: Plan, qk: Tensor) -> Tensor:
+    """q . k of the chunks in qk, `[P, C G, C]`. Of the products that `plan.quadratic` stands for it is the square."""
+    rows, _ = plan.rows(qk)
+    return torch.bmm(qk[:, :rows], qk[:, rows:].mT)
+
+
+def through_scores(plan: Plan, grad: Tensor, d_first: Tensor, scores: Tensor, qk: Tensor) -> None:
+    """grad of qk += what flows through the first layer's x . a, whose gradient is `d_first`, which is overwritten."""
+    rows, _ = plan.rows(qk)
+    d = d_first.mul_(scores).mul_(2) if plan.quadratic else d_first
+    grad[:, :rows] += torch.bmm(d, qk[:, rows:])  # `baddbmm_` into a part of a tensor would go program by program
+    grad[:, rows:] += torch.bmm(d.mT, qk[:, :rows])
+
+
+def first_pairs(plan: Plan, qk: Tensor, coef: Coef) -> Iterator[Tensor]:
+    """c_{t,i} (x . a_i) of the first layer, chunk by chunk `[P, C G, C]`: no weights are needed for it, so it is made
+    for many chunks at once."""
+    causal = _causal(*plan.rows(qk), qk)
+    for block in blocks(plan, max(1, BLOCK_ELEMENTS // (plan.counts[0] * causal.numel()))):
+        p, of_block = scores(plan, qk[block.here]), coef.part(block.here)
+        p = p.square_() if plan.quadratic else p
+        if coef.c is None:
+            p.mul_(causal).mul_(of_block.theta[:, None])
+        else:
+            p.mul_(grouped(of_block.c, plan.groups))
+        yield from block.cut(p)
+
+
+def _read_chunk(net: Net, W, S, target, q, A, D, first, pairs, pushed, zs, ps):
+    """f(W_t, q) before the LayerNorm, for the chunk's queries. `first` `[P, C G, C]`: x . a of the first layer, each
+    times what of its delta is read. `pushed`: (a, delta) of the writes that the layers above read, to be weighted by
+    `pairs` `[(P,) C G, C]`; `zs`: where to leave the z of all layers (the last is the result, `None`: anywhere); `ps`:
+    and x . a of the upper ones."""
     x, last = q, len(W) - 1
     for i, w in enumerate(W):
         out = zs[i]
@@ -167,7 +98,8 @@ def _read_chunk(net: Net, W, S, target, q, A, D, pairs, pushed, zs, ps):
         if S is not None:
             y = torch.addcmul(y, D, torch.bmm(x, S[i]), out=out)
         a, delta = pushed[i]
-        y = torch.baddbmm(y, pairs * torch.bmm(x, a.mT, out=ps[i]), delta, alpha=-1, out=out)
+        p = pairs * torch.bmm(x, a.mT, out=ps[i]) if i else first
+        y = torch.baddbmm(y, p, delta, alpha=-1, out=out)
         if i < last:
             x = activate(net.activation, y)
 
@@ -302,7 +234,7 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
     coefs, written = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
     ends = list(map(Ends._make, every.cuts(Ends.of(coef))))
     if current:
-        causal = _causal(rows, C, q)
+        causal, firsts = _causal(rows, C, q), first_pairs(plan, qk, coef)
         A, D = (None if x is None else grouped(x, plan.groups)[..., None] for x in (coef.A, coef.D))
         scalars = every.cuts([A, D])
     for j, n in enumerate(plan.counts):
@@ -329,16 +261,19 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
             top = key[-1]
         a, delta, error = inner_gradient(net, start, k_j, offset_j, gain, (a, z), (grad_acts[j], top))
         c, (end, end_S) = coefs[j], written[j]
+        first = next(firsts) if current else None
         if plan.bound is not None:
             of_a, of_delta = sizes[j][:L], sizes[j][L:]
             of_a = [of_a[0], *map(norms, a[1:], of_a[1:])]
-            c = c.shrunk(excess(of_a, list(map(norms, delta, of_delta)), plan.bound).reciprocal_())
+            shrink = excess(of_a, list(map(norms, delta, of_delta)), plan.bound).reciprocal_()
+            first = first.mul_(shrink[:, None]) if current else None
+            c = c.shrunk(shrink)
             end, end_S = c_end(c), s_end(c)
         pushed = weighted(end, a, delta)
         if current:
             pairs, seen = (causal, pushed) if c.c is None else (grouped(c.c, plan.groups), list(zip(a, delta)))
             A, D = scalars[j]
-            _read_chunk(net, W, S, goal, q_j, A, D, pairs, seen, read, all_pairs[j])
+            _read_chunk(net, W, S, goal, q_j, A, D, first, pairs, [(None, delta[0]), *seen[1:]], read, all_pairs[j])
         if plan.keep_loss:
             losses.append(0.5 * error.square().sum(-1))
         rest = 0 if j == last else plan.counts[j + 1]
