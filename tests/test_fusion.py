@@ -8,13 +8,15 @@ import pytest
 import torch
 from tiny import tiny_model, tokens
 from torch._dynamo.backends.common import aot_autograd
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import StaticCache
 
+from tnt_hf.features_tnt import quadratic
 from tnt_hf.fusion_tnt import FEW_ROWS
 from tnt_hf.gate_tnt import TNTGateLinear
 from tnt_hf.network_tnt import Net, product
 from tnt_hf.step_tnt import Clock, MemoryState, memory_step, project_step
-from tnt_hf.tokens_tnt import memory_token
+from tnt_hf.tokens_tnt import memory_token, memory_tokens
 
 
 LIBRARY = {"mm", "addmm", "bmm", "baddbmm"}  # operations that inductor does not make loops of
@@ -26,8 +28,10 @@ class Graphs:
 
     def __init__(self):
         self.operations: list[str] = []
+        self.count = 0
 
     def __call__(self, graph, _):
+        self.count += 1
         nodes = graph.graph.nodes
         self.operations += [str(n.target).split(".")[1] for n in nodes if str(n.target).startswith("aten.")]
         return graph.forward
@@ -66,17 +70,22 @@ def test_a_product_is_the_librarys(transposed):
 @pytest.mark.parametrize("value_norm", [True, False])
 @pytest.mark.parametrize("feature_map", ["identity", "silu", "quadratic"])
 @pytest.mark.parametrize("joined", [False, True])
-def test_tokens_are_those_of_eager(joined, feature_map, value_norm):
-    """Also where a head is 0: its length is taken for 1e-12."""
-    graphs, parts = Graphs(), [normal(3, 1, heads * 8, seed=heads) for heads in (4, 2, 2)]
-    parts[1][0, 0, :8] = 0.0
-    parts = [torch.cat(parts, -1)] if joined else parts
-    options = (32, 16, 16), 8, feature_map, value_norm
-    want = memory_token(copies(*parts), *options)
-    found = graphs.compile(memory_token)(parts, *options)
-    assert [x.shape[:2] for x in found] == [(6, 2), (6, 1), (6, 1)]
-    for x, y in zip(found, want, strict=True):
-        torch.testing.assert_close(x, y, **EXACT)
+def test_one_token_is_that_of_many(joined, feature_map, value_norm):
+    """Compiled and not, also where a head is nearly 0, and where it is, whose length is taken for 1e-12."""
+    parts = [normal(3, 1, heads * 8, seed=heads) for heads in (4, 2, 2)]
+    parts[1][0, 0, :8], parts[1][0, 0, 8:] = 0.0, 1e-9
+    many, _ = memory_tokens(
+        [], tuple(parts), 0, None, None, None,
+        head_dim=8, silu=feature_map == "silu", units=(True, True, value_norm), dtype=torch.float64,
+    )  # fmt: skip
+    if feature_map == "quadratic":
+        many[:2] = map(quadratic, many[:2])
+    graphs, parts = Graphs(), [torch.cat(parts, -1)] if joined else parts
+    for function in (graphs.compile(memory_token), memory_token):
+        found = function(copies(*parts), (32, 16, 16), 8, feature_map, value_norm)
+        assert [x.shape[:2] for x in found] == [(6, 2), (6, 1), (6, 1)]
+        for x, y in zip(found, many, strict=True):
+            torch.testing.assert_close(x, y.reshape(x.shape), **EXACT)
     assert "cat" not in graphs.operations and not graphs.calls
 
 
@@ -160,7 +169,16 @@ def test_a_gate_of_any_number_of_rows_calls_the_library():
     torch._dynamo.mark_dynamic(x, 0)
     for rows in (x, normal(30, 8, seed=3)):
         torch.testing.assert_close(compiled(rows), layer(rows), **EXACT)
-    assert len(graphs.calls) == 1
+    assert len(graphs.calls) == graphs.count == 1
+
+
+def test_a_gate_whose_weight_is_no_plain_tensor_is_called():
+    """Quantised and distributed weights know `linear`, and not all that a sum of products needs."""
+    graphs, layer, x = Graphs(), gate(), normal(2, 8, seed=2)
+    want, weight = layer(x), layer.weight.detach()
+    layer.weight = torch.nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    torch.testing.assert_close(graphs.compile(layer)(x).a, want, **EXACT)
+    assert graphs.calls
 
 
 def test_a_gate_in_autocast_rounds_as_autocast_does():
