@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .cache_name_tnt import with_cache_name
+from .compiler_tnt import is_exporting
 from .configuration_tnt import TNTConfig
 from .convolution_tnt import TNTCausalConv, convolve_token
 from .features_tnt import pairs, quadratic
@@ -204,7 +205,7 @@ class TNTMemory(nn.Module):
             }
             o, surprises, x = None, [], hidden_states[:, 0]
             # a program is torch
-            how = "chunk" if torch.compiler.is_exporting() else self.config.memory_implementation
+            how = "chunk" if is_exporting() else self.config.memory_implementation
             how = choose(FIELD, how, x.device, unsupported_step, q.dtype, state.memories[0].weights)
             size = None if self.options["grad_bound"] is None else norms(k, keepdim=True)
             units = self.memories._modules

@@ -27,6 +27,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from .compiler_tnt import is_exporting
 from .configuration_tnt import TNTConfig
 from .costs_tnt import memory_state_shapes
 from .state_tnt import store
@@ -79,7 +80,7 @@ class _ValidWindow:
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, valid: Tensor | None = None, **kwargs):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        total, exporting = keys.shape[2], torch.compiler.is_exporting()
+        total, exporting = keys.shape[2], is_exporting()
         if valid is None and not exporting and self.sliding_window > 1:
             if total > 2 * self.sliding_window:  # the library's slice would keep the whole prompt in memory
                 self.keys, self.values = self.keys.clone(), self.values.clone()

@@ -17,6 +17,7 @@ from transformers.generation import StoppingCriteriaList
 
 from .cache_name_tnt import CACHE_NAME
 from .cache_tnt import FINGERPRINT, TNTCache
+from .compiler_tnt import is_exporting
 from .configuration_tnt import TNTConfig
 from .state_tnt import StateLayout
 
@@ -106,7 +107,7 @@ def check_program(cache: Cache, position_ids: Tensor | None) -> None:
     Raises:
         ValueError: `torch.export` makes a program that goes on from a [`TNTCache`], and gets no `position_ids`.
     """
-    if position_ids is not None or not torch.compiler.is_exporting() or not isinstance(cache, TNTCache):
+    if position_ids is not None or not is_exporting() or not isinstance(cache, TNTCache):
         return
     if any(layer.is_initialized for layer in cache.layers) or tokens_read(cache) is not None:
         raise ValueError(f"position_ids=None: a program that goes on from {CACHE_NAME} cannot count its tokens.")

@@ -9,8 +9,8 @@ This file travels with every pushed checkpoint.
 import torch
 from torch import Tensor, nn
 
+from .compiler_tnt import fused_linear
 from .configuration_tnt import TNTConfig
-from .fusion_tnt import fused_linear
 from .precision_tnt import cast, full_precision, wide
 
 

@@ -16,6 +16,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from .cache_name_tnt import CACHE_NAME
 from .cache_tnt import TNTCache
+from .compiler_tnt import is_exporting
 from .configuration_tnt import TNTConfig
 from .grid_tnt import document_starts
 from .window_tnt import window_of
@@ -51,7 +52,7 @@ def build_masks(
     by_valid_tokens = padded and implementation in ("sdpa", "eager")
     by_valid_tokens = by_valid_tokens and isinstance(cache, TNTCache | None)
     in_blocks = implementation == "sdpa" and not given and isinstance(cache, TNTCache | None)
-    in_blocks = in_blocks and not (padded and torch.compiler.is_compiling()) and not torch.compiler.is_exporting()
+    in_blocks = in_blocks and not (padded and torch.compiler.is_compiling()) and not is_exporting()
     same_document = None
     if segment_ids is not None:
 
@@ -195,7 +196,7 @@ def document_ids(
             starts = starts & (F.pad(mask[:, :-1], (1, 0)) | (positions == 0))
         ids = starts.cumsum(1)
     one = (ids == ids[:, :1]).all()
-    if torch.compiler.is_exporting():  # a program takes one way for every batch
+    if is_exporting():  # a program takes one way for every batch
         torch._assert_async(one, "an exported model reads one document per row, but a row of this batch has several")
         return None
     return None if bool(one) else ids

@@ -42,6 +42,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .branch_tnt import Beside, TNTMemory
 from .cache_name_tnt import CACHE_NAME, CACHE_NAMES, with_cache_name
 from .cache_tnt import TNTCache
+from .compiler_tnt import is_exporting
 from .configuration_tnt import LAYER_TYPES, TNTConfig
 from .continuation_tnt import (
     EndedRows,
@@ -527,7 +528,7 @@ class TNTModel(TNTPreTrainedModel):
         check_batch(cache, attention_mask, past, B, T)
 
         segment_ids = None
-        if cache is None or torch.compiler.is_exporting() or not torch.compiler.is_compiling():
+        if cache is None or is_exporting() or not torch.compiler.is_compiling():
             known = attention_mask.get("memory") if isinstance(attention_mask, dict) else attention_mask
             known = known[:, -T:].to(torch.bool) if known is not None and known.ndim == 2 else None
             segment_ids = document_ids(position_ids, known, B, T, kwargs)

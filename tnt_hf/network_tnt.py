@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fusion_tnt import fused_product, fuses
+from .compiler_tnt import fused_product, fuses
 
 
 class Net(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .compiler_tnt import is_exporting
 from .step_tnt import MemoryState
 
 
@@ -55,7 +56,7 @@ def as_operator(name: str, results: Callable[..., Any]) -> Callable:
 
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_exporting():
+            if not is_exporting():
                 return function(*args, **kwargs)
             tensors = []
             call = json.dumps(_pack((args, kwargs), tensors))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fusion_tnt import fuses
+from .compiler_tnt import fuses
 from .network_tnt import Net, apply_net, bounded, excess, inner_gradient, inner_offset, norms, product
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .compiler_tnt import fuses, is_exporting
 from .convolution_tnt import TNTCausalConv, convolve, documents_of
 from .features_tnt import quadratic
-from .fusion_tnt import fuses
 from .precision_tnt import cast, full_precision, wide
 from .projection_tnt import unit_vectors
 
@@ -45,7 +45,7 @@ def memory_tokens(
         The tokens `[B, T, H, D]` of each part, in `dtype` or `operands`, and the next call's tail `[B, C, taps]`.
     """
     kinds = list(zip([silu, silu, False], units))
-    by_kernel = operands is not None and not torch.compiler.is_exporting()  # a program is torch, but for the memories
+    by_kernel = operands is not None and not is_exporting()  # a program is torch, but for the memories
     if by_kernel and tail is None and mask is None and all(map(_is_plain, convs)):
         documents = None if segment_ids is None else documents_of(segment_ids)
         weights = [conv.weight for conv in convs] or [None] * len(parts)

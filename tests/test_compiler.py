@@ -11,8 +11,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import StaticCache
 
+from tnt_hf.compiler_tnt import FEW_ROWS
 from tnt_hf.features_tnt import quadratic
-from tnt_hf.fusion_tnt import FEW_ROWS
 from tnt_hf.gate_tnt import TNTGateLinear
 from tnt_hf.network_tnt import Net, product
 from tnt_hf.step_tnt import Clock, MemoryState, memory_step, project_step

@@ -1,4 +1,4 @@
-"""What a decoded token computes in other words while it is compiled.
+"""What differs while a model is compiled or exported, and one decoded token in the words that a compiler likes.
 
 Axis legend
     B batch   P programs   n rows of a program, few   K inner width   V outer width
@@ -17,9 +17,18 @@ from .precision_tnt import autocast_dtype, cast, wide
 FEW_ROWS = 8  # with more, the library's reading a weight in blocks pays; a dynamic batch may have more
 
 
+if torch.__version__ < (2, 12):  # whose compiler takes `is_exporting()` for true in all that it compiles
+
+    def is_exporting() -> bool:
+        """Whether this becomes a program of `torch.export`."""
+        return torch.compiler._is_exporting_flag
+else:
+    is_exporting = torch.compiler.is_exporting
+
+
 def fuses() -> bool:
     """Whether this is being compiled. An exported program may be run operation by operation, so it is not meant."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return torch.compiler.is_compiling() and not is_exporting()
 
 
 def fused_product(x: Tensor, w: Tensor) -> Tensor:
