@@ -177,5 +177,11 @@ def excess(a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
 
 def bounded(lr: Tensor, a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
     """theta_t with |g_t| over all layers limited to `bound`: the chunk then moves by at most sum(theta) * bound."""
-    parts = torch.stack([norms(x) * norms(d) / bound for x, d in zip(a, delta)], -1)
-    return lr / norms(parts).clamp_min(1)
+    parts = torch.stack([_smooth_norms(x) * _smooth_norms(d) / bound for x, d in zip(a, delta)], -1)
+    return lr / _smooth_norms(parts).clamp_min(1)
+
+
+def _smooth_norms(x: Tensor) -> Tensor:
+    """`norms` with a second derivative at 0, where nothing is bounded: 0."""
+    zero = (x == 0).all(-1)
+    return norms(torch.where(zero[..., None], 1.0, x)).masked_fill(zero, 0.0)
