@@ -543,6 +543,7 @@ def test_what_is_in_the_memory_alone_gets_no_lora_and_says_so(targets):
 
 PULL = """
 import sys, torch
+torch.set_num_threads(1)  # as in the tests, whose bits it is compared with
 from tnt_hf.conversion import load_injected
 model = load_injected(sys.argv[1])
 torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
