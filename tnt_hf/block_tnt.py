@@ -94,7 +94,8 @@ class BlockBackward:
             self.d_delta[-1] = torch.bmm(self.minus[-1].mT, self.top)
             if self.L > 1:
                 self.d_a[-1], self.d_x = torch.bmm(d_p.mT, x[-1]), torch.bmm(d_p, a[-1])
-            self.d_first = d_p  # of the first layer's x . a, where it is the last
+            else:
+                self.d_first = d_p  # which goes to q and k past their products, see `_finish`
         into = built.right[-1][:, : self.rows]
         into.copy_(self.top) if self.A is None else torch.mul(self.A, self.top, out=into)
 

@@ -62,18 +62,18 @@ def scores(plan: Plan, qk: Tensor) -> Tensor:
     return torch.bmm(qk[:, :rows], qk[:, rows:].mT)
 
 
-def through_scores(plan: Plan, grad: Tensor, d_first: Tensor, scores: Tensor, qk: Tensor) -> None:
-    """grad of qk += what flows through the first layer's x . a, whose gradient is `d_first`, which is overwritten."""
+def through_scores(plan: Plan, grad: Tensor, d_first: Tensor, dots: Tensor, qk: Tensor) -> None:
+    """grad of qk += what flows through the first layer's x . a, whose gradient is `d_first`, which is overwritten.
+    dots: `scores` of qk."""
     rows, _ = plan.rows(qk)
-    d = d_first.mul_(scores).mul_(2) if plan.quadratic else d_first
+    d = d_first.mul_(dots).mul_(2) if plan.quadratic else d_first
     grad[:, :rows] += torch.bmm(d, qk[:, rows:])  # `baddbmm_` into a part of a tensor would go program by program
     grad[:, rows:] += torch.bmm(d.mT, qk[:, :rows])
 
 
-def first_pairs(plan: Plan, qk: Tensor, coef: Coef) -> Iterator[Tensor]:
+def first_pairs(plan: Plan, qk: Tensor, coef: Coef, causal: Tensor) -> Iterator[Tensor]:
     """c_{t,i} (x . a_i) of the first layer, chunk by chunk `[P, C G, C]`: no weights are needed for it, so it is made
     for many chunks at once."""
-    causal = _causal(*plan.rows(qk), qk)
     for block in blocks(plan, max(1, BLOCK_ELEMENTS // (plan.counts[0] * causal.numel()))):
         p, of_block = scores(plan, qk[block.here]), coef.part(block.here)
         p = p.square_() if plan.quadratic else p
@@ -234,7 +234,8 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
     coefs, written = [Coef(*x) for x in every.cuts(coef)], every.cuts([c_end(coef), s_end(coef)])
     ends = list(map(Ends._make, every.cuts(Ends.of(coef))))
     if current:
-        causal, firsts = _causal(rows, C, q), first_pairs(plan, qk, coef)
+        causal = _causal(rows, C, q)
+        firsts = first_pairs(plan, qk, coef, causal)
         A, D = (None if x is None else grouped(x, plan.groups)[..., None] for x in (coef.A, coef.D))
         scalars = every.cuts([A, D])
     for j, n in enumerate(plan.counts):
@@ -266,7 +267,8 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
             of_a, of_delta = sizes[j][:L], sizes[j][L:]
             of_a = [of_a[0], *map(norms, a[1:], of_a[1:])]
             shrink = excess(of_a, list(map(norms, delta, of_delta)), plan.bound).reciprocal_()
-            first = first.mul_(shrink[:, None]) if current else None
+            if current:
+                first.mul_(shrink[:, None])
             c = c.shrunk(shrink)
             end, end_S = c_end(c), s_end(c)
         pushed = weighted(end, a, delta)
