@@ -19,7 +19,7 @@ from .features_tnt import through_ring_products
 from .network_tnt import Standardised, standardise, through_standardise
 from .plan_tnt import Block, Plan
 from .rebuild_tnt import Rebuilt
-from .scan_tnt import Ends, Tape, c_end, copied, end_gradients, grouped, s_end, scores, through_scores, ungrouped
+from .scan_tnt import Ends, Tape, c_end, copied, cut, end_gradients, grouped, s_end, scores, through_scores, ungrouped
 
 
 class Running(NamedTuple):
@@ -45,11 +45,12 @@ class Backward(NamedTuple):
     grad: list[Tensor | None]  # to fill: of qk, v and the Coef
     d_target: list[Tensor] | None
     d_ln: list[Tensor] | None
+    room: list[Tensor]  # like W, for what is needed for a moment: fresh memory costs as much as several passes
 
 
-def _dot(x: Tensor, y: Tensor, out: Tensor) -> None:
+def _dot(x: Tensor, y: Tensor, room: Tensor, out: Tensor) -> None:
     """Inner product of each program's matrices, [P, K, V] -> [P]; `bmm` is many times slower here."""
-    torch.sum((x * y).flatten(1), 1, out=out)
+    torch.sum(torch.mul(x, y, out=room).flatten(1), 1, out=out)
 
 
 class BlockBackward:
@@ -219,25 +220,24 @@ class BlockBackward:
         S_0 (but for the reads and the inner gradient)."""
         target, (D, m, keep, rest), dots = self.back.target, self.state_[j], [x[j] for x in self.dots_]
         d_W, d_S = [], None if S is None else []
-        for i, dw in enumerate(end_W):
+        for i, (dw, room) in enumerate(zip(end_W, cut(self.back.room, n))):
             self._through_end(j, i, dw, self.ends_[j], True)
             if end_S is not None:
                 self._through_end(j, i, end_S[i], self.ends_S_[j], False)
             elif self.moved_S[i] is not None:
                 self.ends_S_[j][2][i].zero_()
             if S is not None:
-                _dot(dw, S[i], dots[0][i])
+                _dot(dw, S[i], room, dots[0][i])
                 if end_S is None:
                     ds = dw * D
                 else:
-                    _dot(end_S[i], S[i], dots[1][i])
+                    _dot(end_S[i], S[i], room, dots[1][i])
                     ds = end_S[i].mul_(m).addcmul_(dw, D)
                 d_S.append(ds)
             if keep is not None:
-                if target is None:
-                    _dot(dw, W[i], dots[2][i])
-                else:
-                    _dot(dw, W[i] - target[i][:n], dots[2][i])
+                moved = W[i] if target is None else torch.sub(W[i], target[i][:n], out=room)
+                _dot(dw, moved, room, dots[2][i])
+                if target is not None:
                     self.back.d_target[i][:n].addcmul_(rest, dw)
                 dw = dw.mul_(keep)
             d_W.append(dw)

@@ -90,7 +90,8 @@ def _gradients(ctx, d_o, d_final):
     grad += [x if x is None else torch.zeros_like(x) for x in coef]
     d_target = None if target is None else [torch.zeros_like(x) for x in target]
     d_ln = None if ln is None else [torch.zeros_like(x) for x in ln]
-    back = Backward(plan, ctx.way, tape, xi, target, ln, layers(d_final, L, 3), grad, d_target, d_ln)
+    room = [torch.empty_like(x) for x in kept[min(kept)][0]]
+    back = Backward(plan, ctx.way, tape, xi, target, ln, layers(d_final, L, 3), grad, d_target, d_ln, room)
     run = _through_blocks(back, ctx.length, ctx.stride, (qk, offset, ln, coef), d_o)
     none = [None] * L
     d_states = (run.d_W, run.d_xi, none if S0 is None else run.d_S)
