@@ -56,7 +56,7 @@ ARROWS = {
     "inputs_tnt": {"features_tnt"},
     "step_tnt": {"compiler_tnt", "network_tnt"},
     "operators_tnt": {"compiler_tnt", "step_tnt"},
-    "kernels_parts_tnt": set(),
+    "kernels_parts_tnt": {"network_tnt"},
     "kernels_choice_tnt": {"kernels_parts_tnt"},
     "kernels_local_tnt": {"kernels_parts_tnt"},
     "kernels_local_reverse_tnt": {"kernels_local_tnt", "kernels_parts_tnt"},

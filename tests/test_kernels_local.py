@@ -198,3 +198,14 @@ def case_bounds_whose_squares_leave_float32(read):
     for name, x in free.items():
         assert_same([loose[name]], [x], CLOSE, name)
     assert all(x.isfinite().all() for x in tight.values())
+
+
+@pytest.mark.parametrize("read", ["current", "chunk_start"])
+def case_no_gradient_at_the_bound_itself(read):
+    """As in test_memory_backward: |g_t| of a linear memory's first chunk is 1, up to rounding."""
+    tensors, weights, _ = make_inputs(H=1, T=128, K=64, V=64, depth=1, dtype=torch.float32)
+    tensors[1:3] = (torch.nn.functional.normalize(x, dim=-1) for x in tensors[1:3])
+    settings = {"chunk_size": 128, "read": read}
+    met, free = (outcome(triton, tensors, [0 * weights[0]], {}, grad_bound=bound, **settings) for bound in (1.0, None))
+    for name, x in free.items():
+        assert_same([met[name]], [x], CLOSE, name)

@@ -116,6 +116,25 @@ def test_gradients_through_a_gradient_bound_of_any_size(size):
         assert_same(gradients(torch.float64, 1.0, bound=1e9), wanted, 1e-2)  # the bound was met
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("read", ["current", "chunk_start"])
+@pytest.mark.parametrize("op", [memory_naive, memory_chunkwise])
+def test_no_gradient_at_the_bound_itself(op, read, dtype):
+    """Linear, with W_init = 0, keys and values of length 1: the first chunk's |g_t| are 1, up to rounding."""
+    (q, k, v, lr), (weight,), _ = make_inputs(T=32, depth=1, dtype=dtype)
+    k, v = (F.normalize(x, dim=-1) for x in (k, v))
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, lr, 0 * weight)]
+
+    def gradients(bound):
+        *tensors, weight = inputs
+        o, state, _ = run(op, tensors, [weight], {}, chunk_size=32, read=read, grad_bound=bound)
+        return torch.autograd.grad(o.sum() + state.weights[0].square().sum(), inputs)
+
+    assert_same(gradients(1.0), gradients(None), 64 * torch.finfo(dtype).eps)  # |g_t| is only so close to 1
+    with pytest.raises(AssertionError):
+        assert_same(gradients(0.999), gradients(None), 1e-2)
+
+
 @pytest.mark.parametrize("feature_map", ["identity", "quadratic"])
 def test_nothing_uninitialised_leaves_the_backward(monkeypatch, feature_map):
     """A last shard that is shorter leaves unused programs between blocks; new memory holds NaN here."""

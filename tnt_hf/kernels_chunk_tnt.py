@@ -17,6 +17,7 @@ from .kernels_parts_tnt import (
     curve,
     dot,
     dot_exact,
+    exceeds,
     jit,
     load,
     only,
@@ -266,7 +267,7 @@ def write_reverse(
                 d_scale *= limit
             tl.store(d_s + token, -d_scale, mask=inside)
         if BOUND:  # d limit / d square = -limit / (2 square) where the bound holds
-            over = tl.sqrt(square) > bound
+            over = exceeds(square, bound)
             d_square = tl.where(over, -d_limit * limit / tl.where(over, square, 1.0), 0.0)
             d_X += (d_square * delta2)[:, None] * X.to(tl.float32)
             d_delta += (d_square * key2)[:, None] * delta

@@ -23,7 +23,7 @@ from .kernels_local_tnt import (
     store_layers,
     store_rows,
 )
-from .kernels_parts_tnt import dot, jit, standardise, through_standardise, tl
+from .kernels_parts_tnt import dot, exceeds, jit, standardise, through_standardise, tl
 
 
 @jit
@@ -225,7 +225,7 @@ def reverse_kernel(
             if MOMENTUM:
                 g_shrink += g_end_S * raw_end_S
                 g_end_S *= shrink
-            over = tl.sqrt(square) > bound
+            over = exceeds(square, bound)
             g_square = tl.where(over, -shrink / tl.where(over, square, 1.0) * g_shrink, 0.0)[:, None]
             wide_a = a.to(tl.float32)
             g_a += g_square * tl.sum(delta * delta, 1)[:, None] * wide_a

@@ -13,6 +13,8 @@ from functools import cache, lru_cache
 
 import torch
 
+from .network_tnt import ROUNDING
+
 
 try:
     import triton
@@ -32,6 +34,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CP
 SM_80 = 163 << 10  # bytes of shared memory that one program of an A100 can have; sm_86, 89 and 120 have less
 SM_90 = 227 << 10  # the same of an H100; GPUs with less have no wgmma
 REGISTERS = 255  # of a thread: as many as there can be. Where a kernel needs more, ptxas left alone may take 32
+AT_THE_BOUND = 1 + ROUNDING * 2**-23 if tl is None else tl.constexpr(1 + ROUNDING * 2**-23)
 SMALLEST_NORM = 1e-12 if tl is None else tl.constexpr(1e-12)  # of F.normalize
 WIDTHS = (16, 32, 64, 128)  # a tile's side is a power of two, and a product's inner axis at least 16
 
@@ -101,6 +104,12 @@ def dot_exact(a, b, DT: tl.constexpr):
 def row_norms(x):
     """|x| of each row."""
     return tl.sqrt(tl.sum(x * x, 1))
+
+
+@jit
+def exceeds(square, bound):
+    """`network_tnt.exceeds`, of |g_t|^2."""
+    return tl.sqrt(square) > bound * AT_THE_BOUND
 
 
 @jit

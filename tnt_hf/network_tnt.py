@@ -22,6 +22,9 @@ from torch import Tensor
 from .compiler_tnt import fused_product, fuses
 
 
+ROUNDING = 16  # last bits that |g_t| may be off, some for each of the lengths it is made of
+
+
 class Net(NamedTuple):
     """The memory network's shape: everything that is not a tensor."""
 
@@ -178,7 +181,14 @@ def excess(a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
 def bounded(lr: Tensor, a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
     """theta_t with |g_t| over all layers limited to `bound`: the chunk then moves by at most sum(theta) * bound."""
     parts = torch.stack([_smooth_norms(x) * _smooth_norms(d) / bound for x, d in zip(a, delta)], -1)
-    return lr / _smooth_norms(parts).clamp_min(1)
+    size = _smooth_norms(parts)
+    return lr / torch.where(exceeds(size), size, size.detach()).clamp_min(1)
+
+
+def exceeds(size: Tensor) -> Tensor:
+    """Where the outer gradient meets a bound, of |g_t| / bound. Not at the bound itself, up to rounding: there is the
+    first gradient of a linear memory with W_init = 0, whose key and value have the length 1, for a bound of 1."""
+    return size > 1 + ROUNDING * torch.finfo(size.dtype).eps
 
 
 def _smooth_norms(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .coefficients_tnt import Coef
 from .features_tnt import ring_products
-from .network_tnt import Standardised, excess, slopes, standardise, through_standardise
+from .network_tnt import Standardised, exceeds, excess, slopes, standardise, through_standardise
 from .plan_tnt import Block, Plan
 from .scan_tnt import Tape, c_end, s_end, weighted
 
@@ -98,8 +98,8 @@ def rebuild(plan: Plan, block: Block, tape: Tape, L: int, qk, offset, ln, coef: 
 
 def bound_pull(a: list[Tensor], delta: list[Tensor], bound: float) -> Pull:
     """What a gradient bound adds to the backward, from the norms. With e^2 = sum_l |a_l|^2 |delta_l|^2 / bound^2 the
-    scale of g is s = 1 / e where e > 1, and dL = -(s dL/ds) d(e^2) / 2 e^2."""
+    scale of g is s = 1 / e where e `exceeds` 1, and dL = -(s dL/ds) d(e^2) / 2 e^2."""
     e = excess(a, delta, bound)
-    share = torch.where(e > 1, 1 / (e * bound), 0.0)
+    share = torch.where(exceeds(e), 1 / (e * bound), 0.0)
     to_a, to_delta = ([(share * x).square_()[..., None] for x in sizes] for sizes in (delta, a))
     return Pull(e.reciprocal(), to_a, to_delta)
