@@ -236,7 +236,7 @@ class TNTMemory(nn.Module):
             query, projections[interval] = project_queries(
                 *tokens,
                 reset_interval=interval,
-                implementation="triton" if how == "triton" else "chunk",
+                implementation=how,
                 normalize=self.projection_norm,
                 unit_keys=k.shape[-1] == self.head_dim and tokens[1] is k,  # neither products nor rounded
                 mask=mask,

@@ -118,8 +118,8 @@ class TNTConfig(PreTrainedConfig):
         memory_momentum, memory_decay (`bool`, default `False`), memory_decay_target (`"init"` W_init, or `"zero"`),
         memory_grad_bound (`float`, *optional*): limit on |g_t|; 1.0, as in the recipes, keeps memories from diverging
             where keys are alike (`None`: the papers). memory_rule, omega_window: only `"gradient"`, 1 yet.
-        memory_implementation (`str`, defaults to `"auto"`, Triton on CUDA where it can run): `"chunk"`, `"naive"`, or
-            `"triton"`, which raises where it cannot run.
+        memory_implementation (`str`, defaults to `"auto"`, Triton on CUDA where it can run): `"chunk"`, `"triton"`
+            (raises where it cannot run), or `"naive"`, token by token, with second derivatives and `torch.func`.
 
     Raises:
         ValueError: for every invalid value or combination, naming the field and the value.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .derivative_tnt import once_differentiable
+from .derivative_tnt import transformed
 from .grid_tnt import document_starts, made_once
 
 
@@ -43,9 +43,13 @@ class _Taps(torch.autograd.Function):
             yield slice(start, stop), [x[:, start + i : stop + i] for i in range(K)]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_y: Tensor):
         x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again
+            backward, wanted = torch.ops.aten.convolution_backward.default, [*ctx.needs_input_grad, False]
+            sizes = None, [1], [0], [1], False, [0], len(weight)
+            d_x, d_weight, _ = backward(d_y.transpose(1, 2), x.transpose(1, 2), weight, *sizes, wanted)
+            return None if d_x is None else d_x.transpose(1, 2), d_weight
         taps = weight[:, 0].t().contiguous()
         d_x, d_taps = torch.empty_like(x), torch.zeros_like(taps)
         d_x[:, : len(taps) - 1] = 0.0
@@ -70,6 +74,7 @@ class TNTCausalConv(nn.Conv1d):
     def forward(self, window: Tensor) -> Tensor:
         plain = window.dtype == self.weight.dtype and window.dtype.itemsize >= 4
         unusual = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or torch.jit.is_tracing()
+        unusual = unusual or transformed()
         if plain and window.is_cpu and window.dim() == 3 and not unusual:
             return _Taps.apply(window.transpose(1, 2), self.weight).transpose(1, 2)
         return super().forward(window)

@@ -1,4 +1,5 @@
-"""Backwards written by hand give first derivatives only. Travels with every pushed checkpoint."""
+"""What backwards written by hand cannot do: second derivatives, and transforms of `torch.func`. Travels with every
+pushed checkpoint."""
 
 import functools
 from collections.abc import Callable
@@ -19,9 +20,22 @@ def once_differentiable(backward: Callable) -> Callable:
     def checked(ctx, *grads):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True: memories and their convolution and norms have first derivatives only;"
-                " memory_chunkwise(implementation='naive') has them all"
+                "create_graph=True: implementation='chunk' and 'triton' have first derivatives only; 'naive' has all"
             )
         return backward(ctx, *grads)
 
     return checked
+
+
+def transformed() -> bool:
+    """Whether a transform of `torch.func` (grad, jvp, vmap, ...) runs, which knows torch's own operations alone."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def check_transforms() -> None:
+    """
+    Raises:
+        RuntimeError: what calls this is no torch operation and cannot be transformed.
+    """
+    if transformed():
+        raise RuntimeError("torch.func: implementation='chunk' and 'triton' cannot be transformed; 'naive' can")

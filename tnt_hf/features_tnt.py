@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .derivative_tnt import transformed
+
 
 FEATURE_MAPS = ("identity", "quadratic")
 ROOT_2 = 2.0**0.5
@@ -31,7 +33,7 @@ def pairs(D: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Ten
         with torch.inference_mode(False):
             i, j = torch.triu_indices(D, D, device=device)
             found = i, j, torch.where(i == j, torch.ones((), dtype=dtype, device=device), ROOT_2)
-        if not torch.compiler.is_compiling() and type(i) is Tensor:
+        if not torch.compiler.is_compiling() and not transformed() and type(i) is Tensor:
             PAIRS[key] = found
     return found
 

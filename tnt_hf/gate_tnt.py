@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .compiler_tnt import fused_linear
 from .configuration_tnt import TNTConfig
+from .derivative_tnt import transformed
 from .precision_tnt import cast, full_precision, wide
 
 
@@ -21,21 +22,14 @@ CLOSED_BY = {"add": "scale", "product": "proj.weight", "mix": "weight"}
 class _RMSNorm(torch.autograd.Function):
     """weight * x / rms(x), with a backward of half the passes over x that autograd takes through its steps."""
 
-    generate_vmap_rule = True
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse, ctx.eps = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps), eps
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        return (x * inverse).mul_(weight), inverse
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, weight, ctx.eps = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(x, weight, output[1])
-
-    @staticmethod
-    def backward(ctx, d_y: Tensor, _):
+    def backward(ctx, d_y: Tensor):
         with full_precision(d_y.device):  # unlike the forward, it may be called inside one
             x, weight, inverse = ctx.saved_tensors
             if torch.is_grad_enabled():  # to be differentiated again
@@ -58,12 +52,12 @@ class TNTRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight, dtype = self.weight, hidden_states.dtype  # a module's attributes are slow to read
         rounds_once = dtype.itemsize >= 4 and dtype == weight.dtype
-        if rounds_once and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        if rounds_once and not (torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()):
             # what was made in inference mode cannot be saved for a backward
             graded = torch.is_grad_enabled()
             saved = graded and not hidden_states.is_inference()
             if hidden_states.is_cpu and saved:  # the same operations in one call, equal to the bit
-                return _RMSNorm.apply(hidden_states, weight, self.variance_epsilon)[0]
+                return _RMSNorm.apply(hidden_states, weight, self.variance_epsilon)
             # one kernel each way on a GPU; there without gradients, the sums of the base models
             if (hidden_states.is_cpu and not graded) or (hidden_states.is_cuda and saved):
                 return torch.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .derivative_tnt import transformed
+
 
 # ------------------------------------------------------------- the grid: tokens -> [rows, chunks], by memory time only
 
@@ -289,7 +291,7 @@ def made_once(function: Callable, mask: Tensor | None, segment_ids: Tensor | Non
     because it waits for the device a dozen times."""
     key, other = (mask, None) if segment_ids is None else (segment_ids, mask)
     inputs = [x for x in (key, other) if x is not None]
-    if not inputs or torch.compiler.is_compiling():
+    if not inputs or torch.compiler.is_compiling() or transformed():
         return function(mask, segment_ids, *rest)
     if torch.is_inference_mode_enabled() or any(x.is_inference() for x in inputs):
         return function(mask, segment_ids, *rest)  # such tensors do not tell when they are overwritten

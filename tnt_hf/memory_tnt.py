@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .coefficients_tnt import chunk_coefficients
 from .denormals_tnt import without_denormals
+from .derivative_tnt import check_transforms
 from .features_tnt import FEATURE_MAPS, Ring, feature_width, quadratic
 from .grid_tnt import Layout, batch_layout, dense_grid
 from .inputs_tnt import check_bound, check_flag, check_inputs, check_positive
@@ -189,9 +190,9 @@ def memory_chunkwise(
         segment_ids: `[B, T]` int; a change between valid tokens starts a new document (fresh memory, time 0).
         initial_state: a state to go on from, per row at its own memory time, also inside a chunk.
         output_final_state: also return the state after the last token.
-        implementation: "chunk", "naive", "triton" (raises where it cannot run) or "auto": on CUDA "triton" where it
-            can run, else "chunk". Triton multiplies bfloat16 q, k and v as they are. One token after a state is the
-            recurrence itself in all of them.
+        implementation: "chunk", "naive" (which alone has second derivatives and `torch.func`), "triton" (raises where
+            it cannot run) or "auto": on CUDA "triton" where it can run, else "chunk". Triton multiplies bfloat16 q, k
+            and v as they are. One token after a state is the recurrence itself in all of them.
         grad_bound: limit on |g_t| over all layers (then a chunk moves the weights by at most `grad_bound` x the sum
             of its theta).
         output_surprise: also return the inner loss 1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B, T, H]`, without
@@ -203,6 +204,7 @@ def memory_chunkwise(
 
     Raises:
         ValueError: a shape, dtype, option or combination that does not fit, with its name and value.
+        RuntimeError: `create_graph=True` or a transform of `torch.func`, of another form than "naive".
     """
     for name, flag in (
         ("residual", residual),
@@ -293,6 +295,7 @@ def memory_chunkwise(
 @torch.compiler.disable
 @without_denormals
 def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_ids, state):
+    check_transforms()
     C, interval, kind = options["chunk_size"], options["reset_interval"], options["query_projection"]
     M = state and state.projection
     if kind != "none":

@@ -22,6 +22,7 @@ from torch import Tensor
 from .compiler_tnt import fused_product, fuses
 
 
+SMALLEST_NORM = 1e-12  # of F.normalize
 ROUNDING = 16  # last bits that |g_t| may be off, some for each of the lengths it is made of
 
 
@@ -180,8 +181,8 @@ def excess(a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
 
 def bounded(lr: Tensor, a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
     """theta_t with |g_t| over all layers limited to `bound`: the chunk then moves by at most sum(theta) * bound."""
-    parts = torch.stack([_smooth_norms(x) * _smooth_norms(d) / bound for x, d in zip(a, delta)], -1)
-    size = _smooth_norms(parts)
+    parts = torch.stack([smooth_norms(x) * smooth_norms(d) / bound for x, d in zip(a, delta)], -1)
+    size = smooth_norms(parts)
     return lr / torch.where(exceeds(size), size, size.detach()).clamp_min(1)
 
 
@@ -191,7 +192,12 @@ def exceeds(size: Tensor) -> Tensor:
     return size > 1 + ROUNDING * torch.finfo(size.dtype).eps
 
 
-def _smooth_norms(x: Tensor) -> Tensor:
+def smooth_norms(x: Tensor) -> Tensor:
     """`norms` with a second derivative at 0, where nothing is bounded: 0."""
     zero = (x == 0).all(-1)
     return norms(torch.where(zero[..., None], 1.0, x)).masked_fill(zero, 0.0)
+
+
+def smooth_unit_vectors(x: Tensor) -> Tensor:
+    """`F.normalize(x, dim=-1)` with all derivatives where x is 0, too."""
+    return x / smooth_norms(x)[..., None].clamp_min(SMALLEST_NORM)

@@ -9,20 +9,19 @@ interval share one call. Travels with every pushed checkpoint.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .derivative_tnt import once_differentiable
-from .grid_tnt import Layout, batch_layout, dense_grid
+from .derivative_tnt import check_transforms, once_differentiable, transformed
+from .grid_tnt import Layout, batch_layout, dense_grid, document_starts
 from .inputs_tnt import check_flag, check_positive, check_projection_state, check_rows, check_tensor
 from .kernels_choice_tnt import choose, unsupported_projection
 from .kernels_parts_tnt import INTERPRETED
+from .network_tnt import SMALLEST_NORM, smooth_unit_vectors
 from .operators_tnt import Like, as_operator
 from .precision_tnt import full_precision
 
 
-IMPLEMENTATIONS = ("chunk", "triton", "auto")
-SMALLEST_NORM = 1e-12  # of F.normalize
+IMPLEMENTATIONS = ("chunk", "naive", "triton", "auto")
 PROJECTION_CHUNK = 64  # tokens; the projection does not depend on it, 64 balances its two matrix products
 
 
@@ -35,12 +34,22 @@ class _Unit(torch.autograd.Function):
     def forward(ctx, x):
         out, norm = _over_norm(x)
         ctx.save_for_backward(out, norm)
-        return out
+        ctx.set_materialize_grads(False)
+        return out, norm  # that of the second is for second derivatives
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, d_out):
-        out, norm = ctx.saved_tensors
+    def backward(ctx, d_out, d_norm):
+        d_x = None if d_out is None else _Unit.through(d_out, *ctx.saved_tensors)
+        if d_norm is None:
+            return d_x
+        to_norm = d_norm * ctx.saved_tensors[0]
+        return to_norm if d_x is None else d_x + to_norm
+
+    @staticmethod
+    def through(d_out: Tensor, out: Tensor, norm: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # to be differentiated again
+            along = (d_out * out).sum(-1, keepdim=True) * (norm > SMALLEST_NORM)
+            return (d_out - out * along) / norm.clamp_min(SMALLEST_NORM)
         if out.is_cpu and out.dtype.itemsize >= 4 and out.numel() and not torch.compiler.is_compiling():
             n = torch.ones_like(norm).masked_fill_(norm <= SMALLEST_NORM, 1e15)
             g, rows = n / norm.clamp_min(SMALLEST_NORM), (-1, out.shape[-1])
@@ -58,7 +67,9 @@ def _over_norm(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def unit_vectors(x: Tensor) -> Tensor:
     """`F.normalize(x, dim=-1)`: x / |x| over the last axis of `[..., K]`, 0 where x is."""
-    return _Unit.apply(x) if torch.is_grad_enabled() and x.requires_grad else _over_norm(x)[0]
+    if transformed():
+        return smooth_unit_vectors(x)
+    return _Unit.apply(x)[0] if torch.is_grad_enabled() and x.requires_grad else _over_norm(x)[0]
 
 
 class _RunningProjection(torch.autograd.Function):
@@ -151,14 +162,15 @@ def project_queries(
         mask, segment_ids: `[B, T]`, as in `memory_chunkwise`.
         initial_state: `(M [B, H, K, K], time [B])` before the first token.
         output_final_state: also return M after the last one.
-        implementation: "chunk" (torch), "triton" (its products with q's dtype as operands; a single token that goes
-        on from a state needs no kernel) or "auto", as in `memory_chunkwise`.
+        implementation: "chunk" (torch), "naive" (token by token), "triton" (its products with q's dtype as operands;
+        a single token that goes on from a state needs no kernel) or "auto", as in `memory_chunkwise`.
 
     Returns:
         `(q~ [B, T, Hq, K] in q's dtype, M [B, H, K, K] or None)`.
 
     Raises:
         ValueError: a shape, dtype, `reset_interval` or `implementation` that does not fit, with its name and value.
+        RuntimeError: as `memory_chunkwise`.
     """
     check_tensor("q", q, (None, None, None, None))
     check_tensor("k", k, (q.shape[0], q.shape[1], None, q.shape[3]), q)
@@ -179,27 +191,50 @@ def project_queries(
     with full_precision(q.device):
         if q.shape[1] == 1 and initial_state is not None and segment_ids is None:
             return _project_one(q, k, *rest)
+        if how == "naive":
+            return _project_tokens(q, k, *rest)
         return _project_many(q, k, unit_keys, how, *rest)
 
 
 def _project_one(q, k, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state):
     M, time = initial_state
-    u = F.normalize(k.to(dtype)[:, 0, :, None], dim=-1)
+    u = smooth_unit_vectors(k.to(dtype)[:, 0, :, None])
     old = M if interval is None else M * (time % interval != 0).view(-1, 1, 1, 1)
     new = torch.addcmul(old, u.transpose(-1, -2), u)
     x = q.to(dtype)[:, 0].unflatten(1, (k.shape[2], -1))
     out = x @ old + (x @ u.transpose(-1, -2)) * u  # x @ new, with an exact direction behind a reset
-    out = F.normalize(out, dim=-1) if normalize else out
+    out = smooth_unit_vectors(out) if normalize else out
     if mask is not None:
         present = mask.view(-1, 1, 1, 1)
         out, new = torch.where(present, out, 0.0), torch.where(present, new, M)
     return out.flatten(1, 2)[:, None].to(q.dtype), new if output_final_state else None
 
 
+def _project_tokens(q, k, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state):
+    """Token by token, in torch's own operations."""
+    B, T, H, K = k.shape
+    M, time = initial_state or (
+        q.new_zeros(B, H, K, K, dtype=dtype),
+        torch.zeros(B, dtype=torch.long, device=q.device),
+    )
+    fresh = None if segment_ids is None else document_starts(segment_ids, mask)
+    outputs = []
+    for t in range(T):
+        here = slice(t, t + 1)
+        if fresh is not None:
+            M, time = torch.where(fresh[:, t].view(-1, 1, 1, 1), 0.0, M), time.masked_fill(fresh[:, t], 0)
+        present = None if mask is None else mask[:, here]
+        o, M = _project_one(q[:, here], k[:, here], dtype, interval, normalize, present, None, (M, time), True)
+        time = time + (1 if mask is None else mask[:, t])
+        outputs.append(o)
+    return torch.cat(outputs, 1), M if output_final_state else None
+
+
 @torch.compiler.disable
 def _project_many(
     q, k, unit_keys, how, dtype, interval, normalize, mask, segment_ids, initial_state, output_final_state
 ):
+    check_transforms()
     B, T, Hq, K = q.shape
     H = k.shape[2]
     C = min(PROJECTION_CHUNK, interval or PROJECTION_CHUNK)

@@ -17,7 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .compiler_tnt import fuses
-from .network_tnt import Net, apply_net, bounded, excess, inner_gradient, inner_offset, norms, product
+from .network_tnt import (
+    Net,
+    apply_net,
+    bounded,
+    excess,
+    inner_gradient,
+    inner_offset,
+    norms,
+    product,
+    smooth_unit_vectors,
+)
 
 
 @dataclass
@@ -87,12 +97,12 @@ def token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k,
 
     query = q
     if M is not None:
-        unit, oldM = F.normalize(k, dim=-1), M
+        unit, oldM = smooth_unit_vectors(k), M
         if options["query_projection"] == "chunk":  # the sum of Eq. 7 as printed, from the chunk's first token
             oldM = M * (state.time % C != 0).view(-1, 1, 1, 1)
         newM = oldM + unit.transpose(-1, -2) @ unit
         query = q @ oldM + (q @ unit.transpose(-1, -2)) * unit  # q @ newM, with an exact direction behind a reset
-        query = F.normalize(query, dim=-1) if options["normalize_projection"] else query
+        query = smooth_unit_vectors(query) if options["normalize_projection"] else query
         M = newM if present is None else pick(present, [newM], [M])[0]
     o = apply_net(net, new if options["read"] == "current" else start, query, ln)
     loss = 0.5 * (error * error).sum((-1, -2))

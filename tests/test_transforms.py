@@ -1,0 +1,132 @@
+"""Second derivatives and `torch.func`, which the naive form has of everything: memories, their convolution, norms and
+Q-K projection. Backwards written by hand say that they have not."""
+
+import pytest
+import torch
+from test_memory import assert_same
+from tiny import left_padded, tiny_model, tokens
+from torch.func import functional_call, grad, jvp, vmap
+
+from tnt_hf.convolution_tnt import TNTCausalConv
+from tnt_hf.memory_tnt import memory_chunkwise
+from tnt_hf.projection_tnt import project_queries, unit_vectors
+
+
+CLOSE = 1e-9  # float64; second derivatives of two layers multiply its rounding
+IDS, PADDING = left_padded([tokens(13), tokens(9, seed=2)])
+ROWS = {
+    "rows": {},
+    "padded": {"attention_mask": PADDING},
+    "packed": {"position_ids": torch.cat([torch.arange(6), torch.arange(7)])[None].expand(2, -1)},
+}
+MODES = {
+    "default": {},
+    "two reset intervals": {"global_chunk_size": 4, "local_reset_interval": [4, 8], "memory_conv_kernel": 2},
+    "quadratic keys": {"memory_depth": 1, "memory_feature_map": "quadratic", "memory_momentum": True},
+    "Eq. 7 as printed": {"qk_projection": "chunk", "memory_decay": True, "memory_grad_bound": 0.3},
+    "mal": {"variant": "mal", "memory_layernorm": True, "memory_activation": "gelu", "num_persistent_tokens": 1},
+}
+
+
+def naive_model(**changes):
+    """With all parameters off their initial zeros and ones, where some derivatives jump. SDPA's kernels have no second
+    derivatives."""
+    model = tiny_model(memory_implementation="naive", attn_implementation="eager", num_hidden_layers=1, **changes)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, dtype=p.dtype, generator=generator))
+    return model
+
+
+def loss_of(model, ids, **rows):
+    def loss(parameters):
+        logits = functional_call(model, parameters, (ids,), {"use_cache": False, **rows}).logits
+        targets = ids[:, 1:]
+        if "attention_mask" in rows:  # padding sees nothing at all
+            targets = targets.masked_fill(rows["attention_mask"][:, :-1] == 0, -100)
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
+
+    return loss
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_naive_model_can_be_transformed_and_has_second_derivatives(mode, rows):
+    model = naive_model(**MODES[mode])
+    loss, live = loss_of(model, IDS, **ROWS[rows]), dict(model.named_parameters())
+    weights = {name: p.detach() for name, p in live.items()}
+    generator = torch.Generator().manual_seed(4)
+    towards = {name: torch.randn(p.shape, dtype=p.dtype, generator=generator) for name, p in weights.items()}
+    towards["model.embed_tokens.weight"][0] = 0.0  # padding, whose gradient torch leaves out
+    size = torch.cat([x.flatten() for x in towards.values()]).norm()
+    towards = {name: x / size for name, x in towards.items()}
+    unused = {"allow_unused": True, "materialize_grads": True}  # a document within a chunk reads no writes of it
+    first = torch.autograd.grad(loss(live), list(live.values()), create_graph=True, **unused)
+    along = sum((x * y).sum() for x, y in zip(first, towards.values()))
+    second = torch.autograd.grad(along, list(live.values()), **unused)
+
+    by_func, moved = jvp(grad(loss), (weights,), (towards,))
+    assert_same([by_func[name] for name in live], list(first), CLOSE)
+    assert_same([moved[name] for name in live], list(second), CLOSE)
+    ahead, behind = (grad(loss)({name: w + h * towards[name] for name, w in weights.items()}) for h in (1e-5, -1e-5))
+    found = torch.cat([((ahead[name] - behind[name]) / 2e-5).flatten() for name in weights])
+    wanted = torch.cat([x.flatten() for x in second])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))  # differences: h^2
+
+
+def test_gradients_of_each_row_by_vmap():
+    model, ids = naive_model(), tokens(3, 9)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of_row(weights, row):
+        return loss_of(model, row[None])(weights)
+
+    found = vmap(grad(of_row), (None, 0))(weights, ids)
+    for i, row in enumerate(ids):
+        wanted = grad(of_row)(weights, row)
+        assert_same([found[name][i] for name in weights], [wanted[name] for name in weights], CLOSE)
+
+
+@pytest.mark.parametrize("implementation", ["chunk", "auto"])
+def test_other_forms_say_what_can_be_transformed(implementation):
+    model = tiny_model(memory_implementation=implementation)
+    with pytest.raises(RuntimeError, match=r"torch\.func.*'naive' can"):
+        grad(loss_of(model, IDS))(dict(model.named_parameters()))
+    k = torch.randn(1, 8, 1, 4)
+    weight, lr = torch.randn(1, 4, 4), torch.rand(1, 8, 1)
+    with pytest.raises(RuntimeError, match=r"torch\.func.*'naive' can"):
+        grad(lambda k: memory_chunkwise(k, k, k, lr, [weight], chunk_size=4)[0].sum())(k)
+    with pytest.raises(RuntimeError, match=r"torch\.func.*'naive' can"):
+        grad(lambda k: project_queries(k, k, reset_interval=4)[0].sum())(k)
+
+
+def test_convolution_and_unit_vectors_are_differentiable_twice():
+    torch.manual_seed(0)
+    conv = TNTCausalConv(3, 4).double()
+    window = torch.randn(2, 3, 9, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(conv.weight).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x, w: functional_call(conv, {"weight": w}, x), (window, weight))
+    assert torch.autograd.gradgradcheck(unit_vectors, window)
+    conv.requires_grad_(False)
+    assert torch.autograd.gradgradcheck(conv, window)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("reset_interval", [None, 5])
+def test_the_naive_projection_is_the_chunks(reset_interval, normalize):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 17, 4, 3, dtype=torch.float64), torch.randn(2, 17, 2, 3, dtype=torch.float64)
+    M, time = torch.randn(2, 2, 3, 3, dtype=torch.float64), torch.tensor([3, 5])
+    inputs = [x.requires_grad_() for x in (q, k, M)]
+    for mask in (None, torch.rand(2, 17) > 0.3):
+        for segment_ids in (None, (torch.arange(17) // 6).expand(2, -1)):
+            rows = {"mask": mask, "segment_ids": segment_ids, "initial_state": (M, time), "normalize": normalize}
+            results = []
+            for implementation in ("naive", "chunk"):
+                found = project_queries(
+                    q, k, reset_interval=reset_interval, output_final_state=True, implementation=implementation, **rows
+                )
+                probe = sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in found)
+                results.append([*found, *torch.autograd.grad(probe, inputs)])
+            assert_same(*results, CLOSE)
