@@ -3,11 +3,13 @@ Q-K projection. Backwards written by hand say that they have not."""
 
 import pytest
 import torch
-from test_memory import assert_same
+from test_memory import assert_same, make_inputs
 from tiny import left_padded, tiny_model, tokens
 from torch.func import functional_call, grad, jvp, vmap
 
-from tnt_hf.convolution_tnt import TNTCausalConv
+from tnt_hf import features_tnt
+from tnt_hf.convolution_tnt import TNTCausalConv, convolve
+from tnt_hf.features_tnt import quadratic
 from tnt_hf.memory_tnt import memory_chunkwise
 from tnt_hf.projection_tnt import project_queries, unit_vectors
 
@@ -110,6 +112,61 @@ def test_convolution_and_unit_vectors_are_differentiable_twice():
     assert torch.autograd.gradgradcheck(unit_vectors, window)
     conv.requires_grad_(False)
     assert torch.autograd.gradgradcheck(conv, window)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-14, 1.0])
+def test_derivatives_of_unit_vectors_where_there_is_no_direction(size):
+    torch.manual_seed(0)
+    x, towards = (torch.randn(2, 5, dtype=torch.float64) for _ in range(2))
+    x[0] *= size
+
+    def f(x):
+        return (unit_vectors(x) * towards).sum() + (unit_vectors(x)[1] * torch.arange(5)).sum().square()
+
+    x.requires_grad_()
+    (once,), (first,) = (torch.autograd.grad(f(x), x, create_graph=again) for again in (False, True))
+    assert_same([once, grad(f)(x.detach())], [first, first], CLOSE)
+    (second,) = torch.autograd.grad((first * towards)[1].sum(), x)
+    moved = jvp(grad(f), (x.detach(),), (towards * torch.tensor([[0.0], [1.0]]),))[1]
+    assert_same([moved], [second], CLOSE)
+    assert jvp(grad(f), (x.detach(),), (towards,))[1].isfinite().all()
+
+
+def test_second_derivatives_of_absent_tokens_of_the_recurrence():
+    (q, k, v, lr), weights, gates = make_inputs(T=9)
+    mask, towards = torch.rand(q.shape[:2], generator=torch.Generator().manual_seed(0)) > 0.4, torch.randn_like(k)
+    assert not mask.all()
+
+    def f(k):
+        settings = {"chunk_size": 4, "query_projection": "shard", "implementation": "naive", "mask": mask}
+        return memory_chunkwise(q, k, v, lr, weights, **settings, **gates)[0].square().sum()
+
+    first, moved = jvp(grad(f), (k,), (towards,))
+    k.requires_grad_()
+    (wanted,) = torch.autograd.grad(f(k), k, create_graph=True)
+    assert_same([first, moved], [wanted, *torch.autograd.grad((wanted * towards).sum(), k)], CLOSE)
+
+
+def test_what_is_made_once_outlives_no_transform(monkeypatch):
+    monkeypatch.setattr(features_tnt, "PAIRS", {})
+    x = torch.randn(2, 9, 5)
+
+    def products(x):
+        return quadratic(x).square().sum()
+
+    inside = jvp(grad(products), (x,), (x,))
+    torch.testing.assert_close(jvp(grad(products), (x,), (x,)), inside)
+    assert quadratic(x).shape == (2, 9, 15)
+
+    convs, ids = [TNTCausalConv(5, 3)], (torch.arange(9) // 4).expand(2, -1)
+
+    def convolved(x):
+        return convolve(convs, (x,), 2, None, None, ids)[0][0].square().sum()
+
+    inside = jvp(grad(convolved), (x,), (x,))
+    torch.testing.assert_close(jvp(grad(convolved), (x,), (x,)), inside)
+    x.requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(convolved(x), x)[0], inside[0])
 
 
 @pytest.mark.parametrize("normalize", [False, True])
