@@ -47,10 +47,8 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def through(d_out: Tensor, out: Tensor, norm: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # to be differentiated again
-            along = (d_out * out).sum(-1, keepdim=True) * (norm > SMALLEST_NORM)
-            return (d_out - out * along) / norm.clamp_min(SMALLEST_NORM)
-        if out.is_cpu and out.dtype.itemsize >= 4 and out.numel() and not torch.compiler.is_compiling():
+        again = torch.is_grad_enabled()  # to be differentiated again
+        if out.is_cpu and out.dtype.itemsize >= 4 and out.numel() and not (again or torch.compiler.is_compiling()):
             n = torch.ones_like(norm).masked_fill_(norm <= SMALLEST_NORM, 1e15)
             g, rows = n / norm.clamp_min(SMALLEST_NORM), (-1, out.shape[-1])
             d, w = d_out.reshape(rows).contiguous(), out.reshape(rows).contiguous()
