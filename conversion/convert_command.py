@@ -78,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"parameters  {parameters['base']:,} base, {parameters['memory']:,} memory")
     for line in attention_summary(config):
         print(f"attention   {line}")
+    if config.memory_layer_indices and not found["memory_starts_closed"]:
+        print("gate        open from the start: the result does not compute what its source does")
     print(f"result      {target}")
     print(f"next        tnt verify {shlex.quote(options.source)} {shlex.quote(options.output)}")
     return 0

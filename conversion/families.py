@@ -243,7 +243,8 @@ def _check_rope(config: PreTrainedConfig, family: Family) -> None:
 
 
 def _attention(base: dict[str, Any], window: int | None, full_layers: list[int] | None) -> dict[str, Any]:
-    """`sliding_window` and `layer_types`: the source's, or narrowed to `window` outside `full_layers`."""
+    """`sliding_window` and `layer_types`: the source's, or narrowed to `window` outside `full_layers`, and a note that
+    they are."""
     count, own = base["num_hidden_layers"], base["sliding_window"]
     types = base.get("layer_types") or ["full_attention" if own is None else "sliding_attention"] * count
     if window is None:
@@ -258,10 +259,11 @@ def _attention(base: dict[str, Any], window: int | None, full_layers: list[int] 
     bad = [i for i in keep if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count]
     if bad or len(set(keep)) < len(keep):
         raise ValueError(f"full_attention_layers={full_layers!r}: must be distinct layer indices in [0, {count})")
-    if wider := [i for i, kind in enumerate(types) if kind == "sliding_attention" and i not in keep and window > own]:
+    if wider := [i for i, kind in enumerate(types) if kind == "sliding_attention" and window > own]:
         raise ValueError(f"window={window}: layers {wider} of the source only see {own} tokens")
+    narrowed = {} if "sliding_attention" in types and window == own else {"window_narrowed": True}
     types = ["full_attention" if i in keep else "sliding_attention" for i in range(count)]
-    return {"sliding_window": window if "sliding_attention" in types else None, "layer_types": types}
+    return {"sliding_window": window if "sliding_attention" in types else None, "layer_types": types} | narrowed
 
 
 def memory_fields(window: int | None, fields: dict[str, Any]) -> dict[str, Any]:

@@ -176,20 +176,21 @@ def observe(
     for side in ("left", "right"):
         ids, mask = padded(rows, len(rows[0]) + 2, side)
         found[f"{side} padding"] = forward(model, ids, mask)[mask.bool()]
-    # One less: where the cache fills its window the kernel gets a mask, and with it another order of additions.
+    # One less: in a source of two windows, the token that fills one gets a mask there, and another order of additions.
     n = max(1, min(n - 1, 32))
     half = n // 2
     found["cached"] = in_pieces(model, text[:, :n], [*[half] * (half > 0), *[1] * (n - half)])[0][0]
     return found
 
 
-def rounding(found: dict[str, Tensor], dtype: torch.dtype) -> float:
+def rounding(found: dict[str, Tensor], dtype: torch.dtype, padded_rows: float = 0.0) -> float:
     """
     The tolerance for a result: four times what its source shows between calls that compute the same in other shapes,
-    and at least `ROUNDING` of its dtype. `found` is what [`observe`] gives for the source.
+    and at least `ROUNDING` of its dtype. `found` is what [`observe`] gives for the source, `padded_rows` how far its
+    longer padded rows are from the same rows alone.
     """
     short, cached, padding = found["short"], found["cached"], found["left padding"]
     n = min(len(short), len(cached))
     first = max(1, len(short) - 3)
     shown = [difference(cached[:n], short[:n]).worst_token, difference(padding[:first], short[:first]).worst_token]
-    return min(MOST_ROUNDING, max(ROUNDING[dtype], *(4 * x for x in shown)))
+    return min(MOST_ROUNDING, max(ROUNDING[dtype], *(4 * x for x in [*shown, padded_rows])))

@@ -345,9 +345,12 @@ def test_the_command_line(tmp_path, source, monkeypatch, capsys):
         str(tmp_path / "result"),
     ):
         assert line in said, said
+    assert "gate " not in said
     card = (tmp_path / "result" / "README.md").read_text()
     assert f"| {kept} | {errors[kept]:.4g} | {losses[kept]:.4g} | full attention |" in card
     assert ("window_errors.png" in card) == (tmp_path / "result" / "window_errors.png").exists()
+    command(monkeypatch, tmp_path, "source", "open", "memory_gate_init=0.5")
+    assert "gate        open from the start" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

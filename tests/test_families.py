@@ -59,9 +59,11 @@ def test_windows_and_kept_layers():
     assert types(narrow) == ["sliding", "sliding", "full"] and narrow.sliding_window == 3
     kept = tnt_config(qwen, window=3, full_attention_layers=[0, 1, 2])
     assert types(kept) == ["full"] * 3 and kept.sliding_window is None
-    with pytest.raises(ValueError, match=r"window=6: layers \[1, 2\] of the source only see 5"):
-        tnt_config(qwen, window=6)
-    assert types(tnt_config(qwen, window=6, full_attention_layers=[1, 2])) == ["sliding", "full", "full"]
+    for kept in (None, [0], [1, 2]):  # to keep is no way to see more than the source, either
+        with pytest.raises(ValueError, match=r"window=6: layers \[1, 2\] of the source only see 5"):
+            tnt_config(qwen, window=6, full_attention_layers=kept)
+    assert narrow.window_narrowed and not tnt_config(qwen).window_narrowed
+    assert not tnt_config(qwen, window=5).window_narrowed  # of some layers its own, and one mask serves them all
     with pytest.raises(ValueError, match="needs a window"):
         tnt_config(qwen, full_attention_layers=[0])
     for value in (0, -1, True, 2.0, "8"):

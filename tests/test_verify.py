@@ -440,9 +440,10 @@ def test_lost_state_is_far_beyond_rounding(tmp_path, monkeypatch, dtype):
 
 def test_the_report_reads_in_half_a_minute_and_loads_one_model_at_a_time(pair, tmp_path, capsys, monkeypatch):
     real, together = TNTForCausalLM.from_pretrained, []
+    earlier = {id(x): x for x in gc.get_objects() if type(x) is LlamaForCausalLM}  # of other tests
 
     def spy(*args, **options):
-        together.extend(x for x in gc.get_objects() if type(x) is LlamaForCausalLM)
+        together.extend(x for x in gc.get_objects() if type(x) is LlamaForCausalLM and id(x) not in earlier)
         return real(*args, **options)
 
     monkeypatch.setattr(TNTForCausalLM, "from_pretrained", spy)
@@ -565,14 +566,14 @@ def test_no_nan_is_within_any_tolerance(bad):
     assert not found.finite and not found.bitwise and not found.within(1e9)
 
 
-@pytest.mark.parametrize("shown, tolerance", [(0.0, 0.1), (0.01, 0.1), (0.04, 0.16), (0.5, 0.25)])
-def test_the_tolerance_follows_the_rounding_that_the_source_shows(shown, tolerance):
+@pytest.mark.parametrize("shown, rows, tolerance", [(0, 0, 0.1), (0.01, 0, 0.1), (0.04, 0.05, 0.2), (0.5, 0, 0.25)])
+def test_the_tolerance_follows_the_rounding_that_the_source_shows(shown, rows, tolerance):
     short = torch.randn(12, 501)
     std, sign = short.std(correction=0), torch.tensor([1.0, -1.0]).repeat(251)[:501]
     moved = short.clone()
     moved[4] += shown * std * sign
     found = {"short": short, "cached": moved[:11], "left padding": torch.cat([short[:9], torch.zeros(6, 501)])}
-    assert rounding(found, torch.bfloat16) == pytest.approx(tolerance, rel=0.05)  # std of all rows, not of these 11
+    assert rounding(found, torch.bfloat16, rows) == pytest.approx(tolerance, rel=0.05)  # std of all rows, not of 11
 
 
 @pytest.mark.parametrize("length", [16, 17, 37, 100])

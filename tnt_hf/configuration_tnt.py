@@ -125,7 +125,7 @@ class TNTConfig(PreTrainedConfig):
         ValueError: for every invalid value or combination, naming the field and the value.
     """
 
-    model_type, output_surprise = "tnt", False  # the latter is no field: saved only where it was set
+    model_type, output_surprise, window_narrowed = "tnt", False, False  # the last two only saved where they were set
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     vocab_size: int = 32000

@@ -137,13 +137,14 @@ def sees_whole_cache(implementation: str, cache: Cache | None) -> bool:
 
 def _full_window(config: TNTConfig, implementation: str, cache: TNTCache, inputs_embeds: Tensor) -> Tensor | None:
     """The mask of one token that sees all keys of its window. The library gives none until the window is full, and
-    one of ones from then on, which SDPA rounds differently: a converted model has to do as its source does."""
+    one of ones from then on, which SDPA rounds differently: a converted model has to do as its source does. A source
+    with a wider window, or none, gives none for the first token that fills it, either."""
     sliding = (i for i, kind in enumerate(config.layer_types) if "sliding" in kind)
     layer = next(sliding, None)
     if layer is None or implementation != "sdpa":
         return None
     keys = cache.cached_window(layer) + 1
-    if keys < config.sliding_window:
+    if keys < config.sliding_window or (config.window_narrowed and cache.get_seq_length() < config.sliding_window):
         return None
     return inputs_embeds.new_ones((1, 1, 1, config.num_persistent_tokens + keys), dtype=torch.bool)
 

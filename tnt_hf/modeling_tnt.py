@@ -435,6 +435,8 @@ class TNTPreTrainedModel(PreTrainedModel):
         except ValueError:
             config.sliding_window, config.layer_types = old
             raise
+        if window is not None and (window < (old[0] or 0) or not any("sliding" in kind for kind in old[1])):
+            config.window_narrowed = True
         for module in self.modules():
             if isinstance(module, TNTAttention):
                 module.sliding_window = config.sliding_window if "sliding" in types[module.layer_idx] else None
