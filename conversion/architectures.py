@@ -4,12 +4,17 @@ Axis legend of the weights: Q = Hq * head_dim   K = Hkv * head_dim   rows are ou
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from tnt_hf.cache_name_tnt import CACHE_NAME
+
+
+# A weight of another dtype, or of a tensor class of its own, is a library's way to keep it quantized.
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -44,25 +49,30 @@ class Architecture:
         """The attention modules of a base model (`model.base_model`), by layer."""
         return [getattr(layer, self.attention) for layer in getattr(base, self.layers)]
 
-    def qkv_weights(self, attention: nn.Module, heads: "Heads") -> tuple[Tensor, Tensor, Tensor]:
+    def qkv_weights(
+        self, attention: nn.Module, heads: "Heads", dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """
-        The weights of q `[Q, hidden]`, k and v `[K, hidden]`; views where the layout allows.
+        The weights of q `[Q, hidden]`, k and v `[K, hidden]`; views where the layout allows. Of a quantized
+        projection, whatever library keeps it: what it makes of the unit vectors, in `dtype`.
 
         Raises:
-            ValueError: a projection is quantized, sharded or wrapped: its weight is no plain matrix of that shape.
+            ValueError: a projection is sharded or wrapped: it is no matrix of that shape.
         """
         query, key = heads.query * heads.head_dim, heads.key_value * heads.head_dim
         rows = (query, key, key) if self.fused is None else (query + 2 * key,)
         weights = []
         for name, count in zip(self.projections, rows):
-            weight = getattr(getattr(attention, name), "weight", None)
-            weight = weight.T if self.conv1d and isinstance(weight, Tensor) and weight.ndim == 2 else weight
-            expected = (count, heads.hidden)
-            if not isinstance(weight, Tensor) or not weight.is_floating_point() or tuple(weight.shape) != expected:
+            projection, expected = getattr(attention, name), (count, heads.hidden)
+            found = getattr(projection, "weight", None)
+            if type(found) in (Tensor, nn.Parameter) and found.dtype in PLAIN:
+                weight = found.T if self.conv1d and found.ndim == 2 else found
+            else:
+                weight = _product(projection, heads.hidden, dtype)
+            if weight is None or tuple(weight.shape) != expected:
                 raise ValueError(
-                    f"{name}: memory_projections='own' copies its weight, which must be a plain floating-point matrix"
-                    f" {expected}, not {_describe(weight)}; inject before quantizing, or use"
-                    " memory_projections='shared'."
+                    f"{name}: memory_projections='own' starts from its weight, which must be a matrix {expected}, not"
+                    f" {_describe(found)}; inject before it is changed, or use memory_projections='shared'."
                 )
             weights.append(weight)
         if self.fused == "blocks":
@@ -73,8 +83,23 @@ class Architecture:
         return tuple(weights)
 
 
+@torch.enable_grad()
+def _product(projection: nn.Module, hidden: int, dtype: torch.dtype) -> Tensor | None:
+    """`[out, hidden]`: the matrix that a quantized projection multiplies with, or `None` if it does not."""
+    bias, held = getattr(projection, "bias", None), chain(projection.parameters(), projection.buffers())
+    device = next((x.device for x in held), None)
+    try:
+        # for an input without gradient bitsandbytes packs the weight anew on a CPU, and then rounds differently
+        columns = projection(torch.eye(hidden, dtype=dtype, device=device, requires_grad=True)).detach()
+        columns = columns if bias is None else columns - bias.detach()
+    except Exception:  # the kernels of each library raise what they like
+        return None
+    return columns.T if type(columns) is Tensor and columns.ndim == 2 and bool(columns.isfinite().all()) else None
+
+
 def _describe(weight: object) -> str:
-    return f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+    kind = type(weight).__name__
+    return f"{kind} {weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else kind
 
 
 ARCHITECTURES = {
@@ -173,14 +198,16 @@ def _own_code(model: PreTrainedModel, row: Architecture) -> str | None:
     return None
 
 
-def memory_dtype(attention: nn.Module, row: Architecture) -> tuple[torch.device, torch.dtype]:
+def memory_dtype(attention: nn.Module, row: Architecture, otherwise: torch.dtype) -> tuple[torch.device, torch.dtype]:
     """
-    Device and dtype of an attention module's parameters, which its memory's projections get as well.
+    Device and dtype of an attention module's parameters, which its memory's projections get as well; where those are
+    quantized, the dtype `otherwise`.
 
     Raises:
         ValueError: weights on the meta device.
     """
-    parameter = next(getattr(attention, row.projections[-1]).parameters())
-    if parameter.is_meta:
+    projection = getattr(attention, row.projections[-1])
+    tensor = next(chain(projection.parameters(), projection.buffers()))
+    if tensor.is_meta:
         raise ValueError("model: its weights are on the meta device (offloaded or not loaded); load it first.")
-    return parameter.device, parameter.dtype if parameter.is_floating_point() else torch.get_default_dtype()
+    return tensor.device, tensor.dtype if tensor.dtype in PLAIN else otherwise

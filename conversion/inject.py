@@ -61,7 +61,7 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
             " model.set_attn_implementation('sdpa') first."
         )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        memories = _build(attentions, row, config, base.config, seed)
+        memories = _build(attentions, row, config, base, seed)
 
     _own_config(model)
     base.config._attn_implementation = PREFIX + implementation
@@ -131,19 +131,19 @@ def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:
 
 
 def _build(
-    attentions: list[nn.Module], row: Architecture, config: LiZAConfig | TNTInjectionConfig, host, seed: int
+    attentions: list[nn.Module], row: Architecture, config: LiZAConfig | TNTInjectionConfig, base, seed: int
 ) -> dict[int, nn.Module]:
     """The memory of each chosen layer, before anything is changed."""
-    heads, indices = Heads.of(host), config.layer_indices(len(attentions))
-    memory_config = config.memory_config(host) if isinstance(config, TNTInjectionConfig) else None
+    heads, indices = Heads.of(base.config), config.layer_indices(len(attentions))
+    memory_config = config.memory_config(base.config) if isinstance(config, TNTInjectionConfig) else None
     memories = {}
     for i in indices:
-        device, dtype = memory_dtype(attentions[i], row)
+        device, dtype = memory_dtype(attentions[i], row, base.dtype)
         if memory_config is None:
             memories[i] = LiZAMemory(config, heads, i).to(device, dtype)
         else:
             own = config.memory_projections == "own"
-            qkv = row.qkv_weights(attentions[i], heads) if own else None
+            qkv = row.qkv_weights(attentions[i], heads, dtype) if own else None
             memories[i] = build_tnt(memory_config, i, qkv, device, dtype, seed)
     return memories
 

@@ -99,8 +99,15 @@ def narrow_window(model: nn.Module):
         layers = [i for i, kind in enumerate(config.layer_types) if "sliding" in kind and inner._attends(i)]
         window = config.sliding_window
         if layers and window is not None:
+            noted = "window_narrowed" in vars(config)
             inner.set_sliding_window(max(1, window // NARROWED), layers)
-            return lambda: inner.set_sliding_window(window, layers)
+
+            def widen():
+                inner.set_sliding_window(window, layers)
+                if not noted:
+                    vars(config).pop("window_narrowed", None)
+
+            return widen
     windows = {m: m.max_self_attn_length for m in inner.modules() if is_injected(m) and m.max_self_attn_length}
     if not windows:
         raise ValueError(f"window_dropout: no layer of {type(inner).__name__} has a sliding window to narrow")

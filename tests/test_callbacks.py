@@ -74,12 +74,13 @@ def test_a_narrowed_step_sees_an_eighth_of_the_window():
 
 def test_layers_with_full_attention_keep_it():
     model = tiny_model(sliding_window=8, layer_types=["full_attention", "sliding_attention"])
-    before = list(model.config.layer_types)
+    before, written = list(model.config.layer_types), model.config.to_dict()
     undo = narrow_window(model)
     assert model.config.layer_types == before and model.config.sliding_window == 1
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, 1]
     undo()
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, 8]
+    assert model.config.to_dict() == written
 
 
 def test_a_layer_of_memory_alone_has_no_window():

@@ -327,6 +327,9 @@ class TNTDecoderLayer(GradientCheckpointingLayer):
 # -------------------------------------------------------------------------------------------------------------- models
 
 
+UNQUANTIZED = r".+\.memory"  # names of modules: the memory is small, and beside LoRA trained in full
+
+
 class TNTPreTrainedModel(PreTrainedModel):
     """Weight initialisation and the two-stage controls shared by all TNT models."""
 
@@ -398,6 +401,16 @@ class TNTPreTrainedModel(PreTrainedModel):
         except ValueError:
             self.config.local_chunk_sizes = old
             raise
+
+    def post_init(self):
+        super().post_init()
+        if getattr(self.config, "quantization_config", None) is not None:
+            self._keep_in_fp32_modules.add(UNQUANTIZED)  # what the library's quantizers leave alone
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        plan = super()._get_dtype_plan(dtype)
+        plan.pop(UNQUANTIZED, None)  # in half precision it is as wide as the rest
+        return plan
 
     def set_sliding_window(self, window: int | None, layers: list[int] | None = None) -> None:
         """
