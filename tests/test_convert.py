@@ -133,6 +133,14 @@ def test_a_window_can_be_set_later(tmp_path):
     assert decoded(reload(source), ids[:, :W], 2).equal(decoded(later, ids[:, :W], 2))
 
 
+def test_the_sources_own_window_can_be_narrowed_later(tmp_path):
+    source, result = map(reload, convert(tmp_path, "mistral, window"))
+    ids, _ = batch(20)
+    assert decoded(source, ids, 2).equal(decoded(result, ids, 2))
+    result.set_sliding_window(4)
+    assert decoded(source, ids[:, :4], 2).equal(decoded(result, ids[:, :4], 2))
+
+
 def test_every_gate_that_starts_closed_is_exact(tmp_path):
     source = save_source(tmp_path / "source")
     ids, _ = batch()

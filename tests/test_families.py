@@ -64,6 +64,8 @@ def test_windows_and_kept_layers():
             tnt_config(qwen, window=6, full_attention_layers=kept)
     assert narrow.window_narrowed and not tnt_config(qwen).window_narrowed
     assert not tnt_config(qwen, window=5).window_narrowed  # of some layers its own, and one mask serves them all
+    unused = source_config("qwen3, tied, biases, window in some layers", layer_types=["full_attention"] * 3)
+    assert unused.sliding_window == 5 and tnt_config(unused, window=5).window_narrowed
     with pytest.raises(ValueError, match="needs a window"):
         tnt_config(qwen, full_attention_layers=[0])
     for value in (0, -1, True, 2.0, "8"):

@@ -40,8 +40,8 @@ class QuantizedLinear(nn.Module):
         scale = weight.abs().amax(1, keepdim=True) / 100
         stored = (weight / scale).round()
         stored = stored.as_subclass(Own) if dtype is None else stored.to(dtype)
-        self.register_buffer("scale", scale)
         self.register_buffer("weight", stored)
+        self.register_buffer("scale", scale)
         self.bias = linear.bias
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
@@ -93,12 +93,13 @@ def test_transposed_and_fused():
     torch.testing.assert_close(torch.cat(found).detach(), attention.c_attn.matrix(torch.float32), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("returned", [lambda x: (x, x), lambda x: x[..., :3], lambda x: x * float("nan")])
+@pytest.mark.parametrize("returned", [lambda k: (k, k), lambda k: k[..., :3], lambda k: k * float("nan")])
 def test_what_is_no_matrix_is_refused_and_nothing_changed(returned):
     model, ids = tiny_host("llama", dtype=torch.float32), torch.randint(1, 60, (2, 20))
     before = model(ids).logits
     projection = quantize(model, "integers", ("k_proj",)).model.layers[1].self_attn.k_proj
-    forward, projection.forward = projection.forward, lambda x: returned(x)
+    forward = projection.forward
+    projection.forward = lambda x: returned(forward(x))
     with pytest.raises(ValueError, match=r"k_proj: memory_projections='own' .* not Tensor torch.int8"):
         inject(model, TNTInjectionConfig(**OPEN))
     projection.forward = forward

@@ -168,6 +168,13 @@ def test_a_source_that_rounding_moves_far_is_measured_and_does_not_fail(tmp_path
         assert found[name]["status"] == "measured" and "padding alone moves the source's own" in found[name]["reason"]
 
 
+def test_what_rounding_explains_is_four_times_that_of_the_sources_padded_rows(folders, monkeypatch):
+    monkeypatch.setattr(verify, "check_padding", lambda *args: (True, {"worst_token": 0.03}))
+    measured = check(*folders[:2])["decode"]["measured"]
+    assert measured["as it is"]["tolerance"] == pytest.approx(0.12)
+    assert measured["gates opened"]["tolerance"] == pytest.approx(0.24)  # twice: one branch more
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
