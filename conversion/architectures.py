@@ -49,9 +49,7 @@ class Architecture:
         """The attention modules of a base model (`model.base_model`), by layer."""
         return [getattr(layer, self.attention) for layer in getattr(base, self.layers)]
 
-    def qkv_weights(
-        self, attention: nn.Module, heads: "Heads", dtype: torch.dtype = torch.float32
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv_weights(self, attention: nn.Module, heads: "Heads", dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """
         The weights of q `[Q, hidden]`, k and v `[K, hidden]`; views where the layout allows. Of a quantized
         projection, whatever library keeps it: what it makes of the unit vectors, in `dtype`.

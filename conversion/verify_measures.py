@@ -183,7 +183,7 @@ def observe(
     return found
 
 
-def rounding(found: dict[str, Tensor], dtype: torch.dtype, padded_rows: float = 0.0) -> float:
+def rounding(found: dict[str, Tensor], dtype: torch.dtype, padded_rows: float) -> float:
     """
     The tolerance for a result: four times what its source shows between calls that compute the same in other shapes,
     and at least `ROUNDING` of its dtype. `found` is what [`observe`] gives for the source, `padded_rows` how far its
