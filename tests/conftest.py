@@ -23,3 +23,16 @@ def fresh_start():
     """Every test starts from the same random state and the library's usual messages, whatever ran before it."""
     torch.manual_seed(0)
     logging.set_verbosity_warning()
+
+
+@pytest.fixture(params=["chunk", "native"])
+def form(request, monkeypatch):
+    """What the memory operation is where nothing is said: operations of torch, or C where that can run."""
+    from tnt_hf import memory_tnt, native_build_tnt
+
+    reason = native_build_tnt.unavailable(torch.float64) if request.param == "native" else None
+    if reason:
+        pytest.skip(f"native code: {reason}")
+    operation = memory_tnt.memory_chunkwise.__wrapped__
+    monkeypatch.setitem(operation.__kwdefaults__, "implementation", "auto" if request.param == "native" else "chunk")
+    return request.param

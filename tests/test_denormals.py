@@ -7,6 +7,7 @@ from tnt_hf.denormals_tnt import without_denormals
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 
 
+pytestmark = pytest.mark.usefixtures("form")
 TINY = torch.finfo(torch.float32).tiny
 
 

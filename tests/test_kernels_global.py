@@ -52,7 +52,7 @@ def compare(monkeypatch, programs=kernels.PROGRAMS, rows=16, bound=None, split=N
     for op, dtype in ((memory_chunkwise, torch.float32), (memory_naive, torch.float64)):
         tensors, weights, rest = in_precision(single, dtype)
         x = [y.requires_grad_() for y in leaves(tensors, weights, rest)]
-        limit = {} if op is memory_chunkwise else {"grad_bound": bound}
+        limit = {"implementation": "chunk"} if op is memory_chunkwise else {"grad_bound": bound}
         o, state, surprise = run(op, tensors, weights, rest, split=split, **limit, **options)
         outputs = [o.mT, *(y.mT for y in everything(state))]  # their gradients are laid out otherwise than they are
         loss = sum((y * r).sum() for y, r in zip(outputs, randoms(outputs)))
@@ -130,7 +130,9 @@ def case_without_gradients_the_same_numbers_and_losses(monkeypatch):
     use_kernels(monkeypatch, both)
     tensors, weights, gates = make_inputs(T=40, K=16, V=16, hidden=16, dtype=torch.float32, momentum=True)
     weights[0].requires_grad_()
-    memory_chunkwise(*tensors, weights, chunk_size=16, read="chunk_start", output_final_state=True, **gates)
+    memory_chunkwise(
+        *tensors, weights, chunk_size=16, read="chunk_start", output_final_state=True, implementation="chunk", **gates
+    )
     (o, loss, *_), (lean, lean_loss, *state) = results
     assert torch.equal(o, lean) and torch.equal(loss, lean_loss) and set(state) == {None}
 

@@ -21,6 +21,7 @@ from tnt_hf.features_tnt import feature_width
 from tnt_hf.memory_tnt import MemoryState, memory_chunkwise, memory_naive
 
 
+pytestmark = pytest.mark.usefixtures("form")
 EXACT = 1e-10
 MODULES = (memory_tnt, grid_tnt, network_tnt, coefficients_tnt, scan_tnt, rebuild_tnt, block_tnt, reverse_tnt)
 

@@ -5,9 +5,12 @@ import torch
 import torch.nn.functional as F
 from test_memory import assert_same, leaves, make_inputs, probe, run
 
-from tnt_hf import projection_tnt, reverse_tnt
+from tnt_hf import plan_tnt, projection_tnt, reverse_tnt
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 from tnt_hf.projection_tnt import project_queries, unit_vectors
+
+
+pytestmark = pytest.mark.usefixtures("form")
 
 
 @pytest.mark.parametrize("grad_bound", [None, 2.0])  # about half of these gradients are larger than 2
@@ -15,7 +18,7 @@ from tnt_hf.projection_tnt import project_queries, unit_vectors
 @pytest.mark.parametrize("keep_ratio, block_elements", [(0, 50), (0, 1 << 17), (1e9, 50)])
 def test_every_way_back_to_a_chunks_weights(monkeypatch, keep_ratio, block_elements, gates, grad_bound):
     """States kept, undone or replayed, in blocks of one chunk or many: the same gradients."""
-    monkeypatch.setattr(reverse_tnt, "KEEP_RATIO", keep_ratio)
+    monkeypatch.setattr(plan_tnt, "KEEP_RATIO", keep_ratio)
     monkeypatch.setattr(reverse_tnt, "BLOCK_ELEMENTS", block_elements)
     tensors, weights, options = make_inputs(B=2, T=70, G=2, depth=3, layernorm=True, **dict.fromkeys(gates, True))
     tensors[3] = 0.1 * tensors[3]
@@ -41,9 +44,10 @@ def test_gradients_are_ordinary_tensors(monkeypatch, keep_ratio, read):
 
     watch(reverse_tnt, "_gradients")
     watch(projection_tnt, "_projection_gradients")
-    monkeypatch.setattr(reverse_tnt, "KEEP_RATIO", keep_ratio)
+    monkeypatch.setattr(plan_tnt, "KEEP_RATIO", keep_ratio)
     tensors, weights, gates = make_inputs(B=2, T=20, G=2, layernorm=True, momentum=True, decay=True)
     settings = {"chunk_size": 4, "reset_interval": 8, "read": read, "output_final_state": True}
+    settings["implementation"] = "chunk"
     _, state = memory_chunkwise(*tensors, weights, **gates, **settings)
     inputs = [x.requires_grad_() for x in (*leaves(tensors, weights, gates), *state.weights)]
     q, M = project_queries(*tensors[:2], reset_interval=None, output_final_state=True)

@@ -19,9 +19,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 CHOICES = {
     "memory_feature_map": ("silu", "identity", "quadratic", "polynomial"), "qk_projection": ("shard", "chunk", "none"),
     "memory_gate": ("add", "product", "published", "mix"), "memory_lr_scaling": ("capped", "none", "train_chunk"),
-    "memory_implementation": ("auto", "chunk", "naive", "triton"), "memory_rule": ("gradient", "omega", "muon"),
+    "memory_implementation": ("auto", "chunk", "naive", "native", "triton"), "memory_activation": ("silu", "gelu"),
     "variant": ("mag", "mal", "lmm", "mac"), "memory_projections": ("own", "shared"),
-    "global_read": ("chunk_start", "current"), "memory_activation": ("silu", "gelu"),
+    "global_read": ("chunk_start", "current"), "memory_rule": ("gradient", "omega", "muon"),
     "memory_decay_target": ("init", "zero"),
 }  # fmt: skip
 # Names whose engine is not written yet: an explicit choice that cannot be honoured must raise.
@@ -118,8 +118,8 @@ class TNTConfig(PreTrainedConfig):
         memory_momentum, memory_decay (`bool`, default `False`), memory_decay_target (`"init"` W_init, or `"zero"`),
         memory_grad_bound (`float`, *optional*): limit on |g_t|; 1.0, as in the recipes, keeps memories from diverging
             where keys are alike (`None`: the papers). memory_rule, omega_window: only `"gradient"`, 1 yet.
-        memory_implementation (`str`, defaults to `"auto"`, Triton on CUDA where it can run): `"chunk"`, `"triton"`
-            (raises where it cannot run), or `"naive"`, token by token, with second derivatives and `torch.func`.
+        memory_implementation (`str`, defaults to `"auto"`, where they run `"triton"` on CUDA, `"native"`, C, on CPUs):
+            `"chunk"`, torch alone, or `"naive"`, token by token, with second derivatives and `torch.func`.
 
     Raises:
         ValueError: for every invalid value or combination, naming the field and the value.

@@ -29,7 +29,8 @@ def _report(field: str, reason: str) -> None:
 
 def choose(field: str, value: str, device: torch.device, unsupported: Callable[..., str | None], *operands) -> str:
     """The implementation that `value` of `field` stands for: "auto" is "triton" on CUDA where that can run, else
-    "chunk" (on CUDA it says why, once). `unsupported(device, *operands)` is one of those below.
+    "chunk" (on CUDA it says why, once). `unsupported(device, *operands)` is one of those below. What the CPU runs,
+    `native_build_tnt.runs_native` says.
 
     Raises:
         ValueError: "triton" where it cannot run, with the reason.

@@ -30,6 +30,7 @@ from .grid_tnt import Layout, batch_layout, dense_grid
 from .inputs_tnt import check_bound, check_flag, check_inputs, check_positive
 from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan
 from .kernels_parts_tnt import INTERPRETED
+from .native_build_tnt import runs_native
 from .network_tnt import Net
 from .operators_tnt import Like, as_operator
 from .plan_tnt import Plan
@@ -44,7 +45,7 @@ ACTIVATIONS = ("silu", "gelu")
 READS = ("current", "chunk_start")
 PROJECTIONS = ("none", "shard", "chunk")
 DECAY_TARGETS = ("init", "zero")
-IMPLEMENTATIONS = ("chunk", "naive", "triton", "auto")
+IMPLEMENTATIONS = ("auto", "chunk", "naive", "native", "triton")
 
 
 # -------------------------------------------------------------------------------------- the recurrence, token by token
@@ -160,7 +161,7 @@ def memory_chunkwise(
     segment_ids: Tensor | None = None,
     initial_state: MemoryState | None = None,
     output_final_state: bool = False,
-    implementation: str = "chunk",
+    implementation: str = "auto",
     grad_bound: float | None = None,
     output_surprise: bool = False,
 ):
@@ -190,8 +191,9 @@ def memory_chunkwise(
         segment_ids: `[B, T]` int; a change between valid tokens starts a new document (fresh memory, time 0).
         initial_state: a state to go on from, per row at its own memory time, also inside a chunk.
         output_final_state: also return the state after the last token.
-        implementation: "chunk", "naive" (which alone has second derivatives and `torch.func`), "triton" (raises where
-            it cannot run) or "auto": on CUDA "triton" where it can run, else "chunk". Triton multiplies bfloat16 q, k
+        implementation: "chunk" (operations of torch), "naive" (which alone has second derivatives and `torch.func`),
+            "native" (C, compiled once for the processor) or "triton" (both raise where they cannot run), or "auto":
+            where they can run "triton" on CUDA and "native" on the CPU, else "chunk". Triton multiplies bfloat16 q, k
             and v as they are. One token after a state is the recurrence itself in all of them.
         grad_bound: limit on |g_t| over all layers (then a chunk moves the weights by at most `grad_bound` x the sum
             of its theta).
@@ -264,6 +266,7 @@ def memory_chunkwise(
         "keep_loss": output_surprise,
         "layernorm": None if layernorm is None else [x.to(dtype)[:, None] for x in layernorm[:2]],
         "triton": implementation == "triton",
+        "native": asked if implementation != "triton" and asked in ("auto", "native") else None,
         "projection": projection,
     }
     tokens = operands if implementation == "triton" and not INTERPRETED else dtype  # it is wrong for bfloat16
@@ -311,6 +314,9 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
     else:
         alike = segment_ids is not None and state is None and not options["keep_state"]
         layout = batch_layout(q, H, mask, segment_ids, state and state.time, C, interval, alike=alike)
+    if options["native"]:
+        read = (q, k, v, lr, momentum, decay, *(options["layernorm"] or ()))
+        options["native"] = runs_native("implementation", options["native"], init, options["quadratic"], read)
     q, none = q.unflatten(2, (H, -1)), [None] * len(layout.grids)
     rows = layout.rows(q) if options["triton"] else layout.rows(q, k[:, :, :, None])
     keys = layout.programs(k) if options["triton"] else none
@@ -355,7 +361,11 @@ def _run_grid(grid, rows, k, v, scalars, H, G, init, net, options, state, M):
         o, loss, *final = triton_scan(plan, rows, k, v, (theta, mu, keep, present), ln, target, xi, W, S)
     else:
         coef = chunk_coefficients(theta, mu, keep, present, plan.current)
-        o, loss, *final = _scan_torch(plan, rows, v, coef, ln, target, xi, W, S)
+        if options["native"]:
+            from .native_tnt import native_scan as run
+        else:
+            run = _scan_torch
+        o, loss, *final = run(plan, rows, v, coef, ln, target, xi, W, S)
         if plan.quadratic:
             final = [y and [ring.leave(y[0]), *y[1:]] for y in final]
     if not plan.keep_state:

@@ -18,6 +18,7 @@ from .network_tnt import Net
 
 
 BLOCK_ELEMENTS = 1 << 17  # of a block's widest activation: few kernel launches, and a block stays in the cache
+KEEP_RATIO = 1  # all states are kept if they take at most so many times what the tokens of a chunk keep anyway
 
 
 class Plan(NamedTuple):
@@ -100,6 +101,12 @@ class Block(NamedTuple):
         else:
             for x_j, y_j, n in zip(self.cut(x), self.cut(y), self.sizes):
                 total[:n].baddbmm_(x_j.mT, y_j)
+
+
+def keeps_all(W: list[Tensor], C: int, momentum: bool) -> bool:
+    """Whether a forward keeps the state before every chunk, small against what C tokens keep (`scan_tnt.Tape`)."""
+    widths, floats = [w.shape[2] for w in W], sum(w[0].numel() for w in W) * (2 if momentum else 1)
+    return floats <= KEEP_RATIO * C * (3 * sum(widths[:-1]) + 4 * widths[-1])  # k, v, y twice
 
 
 def whole(plan: Plan, total: int) -> Block:

@@ -19,13 +19,10 @@ from .block_tnt import Backward, BlockBackward, Running
 from .coefficients_tnt import Coef
 from .denormals_tnt import without_denormals
 from .derivative_tnt import once_differentiable
-from .plan_tnt import BLOCK_ELEMENTS, Plan, blocks
+from .plan_tnt import BLOCK_ELEMENTS, Plan, blocks, keeps_all
 from .precision_tnt import full_precision
 from .rebuild_tnt import rebuild
 from .scan_tnt import Ends, Tape, blank_tape, cut, offsets, scan, write_chunk
-
-
-KEEP_RATIO = 1  # all states are kept if they take at most so many times what the tokens of a chunk keep anyway
 
 
 class ChunkScan(torch.autograd.Function):
@@ -43,8 +40,8 @@ class ChunkScan(torch.autograd.Function):
             1, min(BLOCK_ELEMENTS // (plan.counts[0] * C * max(W[0].shape[1], *widths)), math.isqrt(steps))
         )
         ctx.stride = max(1, -(-math.isqrt(steps - 1) // ctx.length)) * ctx.length
-        kept, floats = range(0, steps, ctx.stride), sum(w[0].numel() for w in W) * (1 if s_end is None else 2)
-        if floats <= KEEP_RATIO * C * (3 * sum(widths[:-1]) + 4 * widths[-1]):  # the tape; k, v, y twice
+        kept = range(0, steps, ctx.stride)
+        if keeps_all(W, C, s_end is not None):
             ctx.way, ctx.stride, kept = "keep", ctx.length, range(steps)
         elif c is None and min(plan.counts) == plan.counts[0]:
             ctx.way, kept = "undo", [*kept, steps - 1]

@@ -17,6 +17,7 @@ from .configuration_tnt import MemorySpec, TNTConfig
 from .gate_tnt import TNTGateLinear
 from .kernels_choice_tnt import choose, unsupported_scan
 from .memory_tnt import MemoryState, memory_chunkwise
+from .native_build_tnt import runs_native
 from .network_tnt import Net
 from .precision_tnt import cast, wide
 from .step_tnt import Clock, memory_step
@@ -90,9 +91,14 @@ class TNTMemoryUnit(nn.Module):
         lr = self.max_lr * lr_scale * lr
         weights, tokens = self.weights(), (q, k, v)
         memory = dtype, spec.read, weights, operands, momentum is not None, q.shape[2] // k.shape[2]
-        how = choose(FIELD, self.config.memory_implementation, q.device, unsupported_scan, *memory)
+        value = self.config.memory_implementation
+        how = choose(FIELD, value, q.device, unsupported_scan, *memory)
         if how == "triton":
             tokens = (x.to(operands) for x in tokens)
+        elif value == "native":
+            runs_native(FIELD, value, weights, options["feature_map"] == "quadratic", tokens)
+        elif q.device.type == "cpu":
+            how = value
         layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)
         o, *result = memory_chunkwise(
             *tokens,

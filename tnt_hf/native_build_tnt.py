@@ -1,0 +1,196 @@
+"""The C compiler that makes `native_tnt`'s code for the processor it runs on, and where the result is kept.
+
+A library is compiled once per processor and version of the source, in a few seconds, and then loaded from the user's
+cache. It calls the OpenMP of torch itself, so both share threads.
+
+Axis legend
+    H memory heads   d_in, d_out widths of a layer of the memory network
+
+Travels with every pushed checkpoint.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .native_forward_tnt import SOURCE as FORWARD
+from .native_products_tnt import SOURCE as PRODUCTS
+from .native_programs_tnt import SOURCE as PROGRAMS
+from .native_reverse_tnt import SOURCE as REVERSE
+
+
+BYTES = {torch.float32: 4, torch.float64: 8}
+MAX_LAYERS = 8
+# Addresses that the code is given, in this order, and those of which there is one per layer.
+TENSORS = (
+    "COUNTS STARTS FULL QK OFFSET THETA PAIRS KEEP CARRY S_WRITES S_CARRY GAIN BIAS O LOSS "
+    "D_O D_QK D_OFFSET D_THETA D_PAIRS D_KEEP D_CARRY D_S_WRITES D_S_CARRY D_GAIN D_BIAS"
+).split()
+LAYERS = (
+    "W XI S TARGET W_END XI_END S_END Z_KEY Z_READ GRAD_ACT KEPT_W KEPT_S "
+    "D_W_END D_XI_END D_S_END D_W D_XI D_S D_TARGET"
+).split()
+PLACES = f"enum {{ {', '.join(TENSORS)}, FIXED }};\nenum {{ {', '.join(f'{x}_' for x in LAYERS)} }};\n"
+SOURCE = "\n".join((PRODUCTS, PLACES, f"#define MAX_LAYERS {MAX_LAYERS}", FORWARD, REVERSE, PROGRAMS))
+# -ffast-math is not among them: sums keep their order, nan and inf their meaning.
+FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+PROCESSOR = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
+SECONDS = 300  # after which a compiler is taken to hang
+logger = logging.getLogger(__name__)
+
+
+class Unavailable(Exception):
+    """Why there is no library."""
+
+
+@cache
+def _report(field: str, reason: str) -> None:
+    logger.warning("%s='auto' runs 'chunk' on the CPU: %s.", field, reason)
+
+
+@torch.compiler.disable
+def runs_native(field: str, value: str, weights: list[Tensor], quadratic: bool, tensors: tuple) -> bool:
+    """Whether a memory's chunks run in native code: where `value` of `field` is "native", and where it is "auto", the
+    memory is on the CPU and nothing is in the way (it says what, once).
+
+    weights: `[H, d_in, d_out]`. quadratic: whether products of q and k are made chunk by chunk. tensors: all else that
+    is read, or `None`.
+
+    Raises:
+        ValueError: "native" where it cannot run, with the reason.
+    """
+    device = weights[0].device
+    if value == "auto" and device.type != "cpu":
+        return False
+    reason = _unsupported(device, weights, quadratic, tensors)
+    if reason is None:
+        return True
+    if value == "native":
+        raise ValueError(f"{field}='native' cannot run here: {reason}; use 'auto' or 'chunk'")
+    _report(field, reason)
+    return False
+
+
+def _unsupported(device: torch.device, weights: list[Tensor], quadratic: bool, tensors: tuple) -> str | None:
+    if device.type != "cpu":
+        return f"it is for the CPU, and the memory is on {device}"
+    if len(weights) > MAX_LAYERS:
+        return f"the memory network has {len(weights)} layers, and it up to {MAX_LAYERS}"
+    if quadratic:
+        return "it does not make the products of feature_map='quadratic'"
+    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in (*weights, *tensors) if x is not None):
+        return "a tensor is of a class of its own, whose numbers it cannot read"
+    if torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
+        return "operations of torch are being recorded, and it is none"
+    return unavailable(torch.promote_types(weights[0].dtype, torch.float32))
+
+
+@cache
+def unavailable(dtype: torch.dtype) -> str | None:
+    """Why there is no library for `dtype`, or `None` if there is one; compiles it where it has to."""
+    try:
+        library(dtype)
+    except Unavailable as reason:
+        return str(reason)
+    return None
+
+
+@cache
+def library(dtype: torch.dtype) -> ctypes.CDLL:
+    """The code for float32 or float64.
+
+    Raises:
+        Unavailable: it cannot be compiled or loaded here.
+    """
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in PROCESSOR:
+        raise Unavailable(f"it is compiled on Linux on {' and '.join(PROCESSOR)}, not on {sys.platform} on {machine}")
+    flags = (*FLAGS, *PROCESSOR[machine], f"-DREAL_BYTES={BYTES[dtype]}")
+    place = _folder() / f"memory-{_key(flags)}.so"
+    if place.exists():
+        try:
+            return _load(place)
+        except OSError:  # of another system that shares the folder, or cut off
+            logger.info("%s is compiled again: it cannot be loaded", place.name)
+    _compile(flags, place)
+    try:
+        return _load(place)
+    except OSError as error:
+        raise Unavailable(f"what was compiled cannot be loaded: {error}") from None
+
+
+def _load(place: Path) -> ctypes.CDLL:
+    code = ctypes.CDLL(str(place), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    for function in (code.forward, code.backward):
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_double]
+        function.restype = ctypes.c_int
+    return code
+
+
+def _key(flags: tuple[str, ...]) -> str:
+    """Names what the code depends on: itself, the flags, the C library and what the processor can do."""
+    processor = {}
+    with open("/proc/cpuinfo") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            processor.setdefault(name.strip(), value.strip())
+    names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
+    parts = (SOURCE, *flags, *platform.libc_ver(), *(processor.get(name, "") for name in names))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _folder() -> Path:
+    """Where libraries are kept: the user's cache, or a folder of this process where that is not the user's own."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tnt-hf"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return _own_folder()
+
+
+@cache
+def _own_folder() -> Path:
+    import atexit
+
+    folder = tempfile.mkdtemp(prefix="tnt-hf-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _compile(flags: tuple[str, ...], place: Path) -> None:
+    """Two steps: a linker that knew of OpenMP would bring its own, and torch's threads would wait beside ours."""
+    compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc")
+    if compiler is None:
+        raise Unavailable("no C compiler was found (gcc, or what CC names)")
+    logger.info("compiling %s, once for this processor", place.name)
+    with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
+        source, code, linked = (Path(scratch) / name for name in ("memory.c", "memory.o", place.name))
+        source.write_text(SOURCE)
+        _run(compiler, *flags, "-c", source, "-o", code)
+        _run(compiler, "-shared", code, "-o", linked, "-lm")
+        linked.replace(place)  # whoever compiles at the same time leaves the same
+
+
+def _run(*command) -> None:
+    try:
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"the C compiler failed: {error}") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
+        raise Unavailable(f"the C compiler failed: {lines[0]}")

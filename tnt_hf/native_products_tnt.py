@@ -1,0 +1,241 @@
+"""C source: products of small matrices and the elementwise functions of a memory network, for `native_tnt`.
+
+Axis legend
+    M, N, K of a product [M, N] = [M, K] [K, N]   VL numbers of a vector register
+
+A chunk's matrices fit into the cache nearest the processor, where a library's call costs as much as the product. A
+tile of the result stays in registers while K is run through; the compiler makes one for every width of vector that
+the processor has. Travels with every pushed checkpoint.
+"""
+
+SOURCE = r"""
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if REAL_BYTES == 4
+typedef float real;
+#else
+typedef double real;
+#endif
+
+#if defined(__AVX512F__)
+#define VB 64
+#define NB 4
+#elif defined(__AVX__)
+#define VB 32
+#define NB 2
+#else
+#define VB 16
+#define NB 2
+#endif
+#define MB 4
+#define VL ((int)(VB / sizeof(real)))
+typedef real vec __attribute__((vector_size(VB), aligned(sizeof(real)), may_alias));
+typedef int64_t I;
+#define inline_ static inline __attribute__((always_inline))
+#define ROUND(n) (((n) + VL - 1) / VL * VL)
+#define EACH(i, n) for (I i = 0; i < (n); i++)
+
+/* mb x nb vectors of O (+)= alpha A B */
+inline_ void tile(const int mb, const int nb, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo,
+                  real alpha, int add) {
+    vec acc[MB][NB];
+#pragma GCC unroll 8
+    for (int r = 0; r < mb; r++)
+#pragma GCC unroll 8
+        for (int n = 0; n < nb; n++) acc[r][n] = (vec){0};
+    for (I k = 0; k < K; k++) {
+        const vec *b = (const vec *)(B + k * ldb);
+#pragma GCC unroll 8
+        for (int r = 0; r < mb; r++) {
+            real x = A[r * as0 + k * as1];
+#pragma GCC unroll 8
+            for (int n = 0; n < nb; n++) acc[r][n] += x * b[n];
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < mb; r++) {
+        vec *o = (vec *)(O + r * ldo);
+#pragma GCC unroll 8
+        for (int n = 0; n < nb; n++) o[n] = add ? o[n] + alpha * acc[r][n] : alpha * acc[r][n];
+    }
+}
+
+inline_ void columns(const int nb, I M, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo,
+                     real alpha, int add) {
+    I m = 0;
+    for (; m + MB <= M; m += MB) tile(MB, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
+    for (; m + 2 <= M; m += 2) tile(2, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
+    for (; m < M; m++) tile(1, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
+}
+
+/* O [M, N] = alpha A B, or += with `add`; A [M, K] of any strides, rows of B [K, N] and O contiguous */
+static void product(I M, I N, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo, real alpha,
+                    int add) {
+    I n = 0;
+    for (; n + NB * VL <= N; n += NB * VL) columns(NB, M, K, A, as0, as1, B + n, ldb, O + n, ldo, alpha, add);
+    for (; n + VL <= N; n += VL) columns(1, M, K, A, as0, as1, B + n, ldb, O + n, ldo, alpha, add);
+    if (n < N)
+        for (I m = 0; m < M; m++)
+            for (I i = n; i < N; i++) {
+                real x = 0;
+                for (I k = 0; k < K; k++) x += A[m * as0 + k * as1] * B[k * ldb + i];
+                O[m * ldo + i] = (add ? O[m * ldo + i] : 0) + alpha * x;
+            }
+}
+
+typedef real eight __attribute__((vector_size(8 * sizeof(real)), aligned(sizeof(real)), may_alias));
+#if REAL_BYTES == 4
+typedef int32_t lanes __attribute__((vector_size(32)));
+#else
+typedef int64_t lanes __attribute__((vector_size(64)));
+#endif
+
+/* y [8, 8] = x [8, 8] transposed: three perfect shuffles of its rows */
+inline_ void transpose8(const real *x, I ldx, real *y, I ldy) {
+    const lanes low = {0, 8, 1, 9, 2, 10, 3, 11}, high = {4, 12, 5, 13, 6, 14, 7, 15};
+    eight r[8], t[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) r[i] = *(const eight *)(x + i * ldx);
+#pragma GCC unroll 3
+    for (int round = 0; round < 3; round++) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            t[2 * i] = __builtin_shuffle(r[i], r[i + 4], low);
+            t[2 * i + 1] = __builtin_shuffle(r[i], r[i + 4], high);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) r[i] = t[i];
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) *(eight *)(y + i * ldy) = r[i];
+}
+
+/* y [m, ldy] = x [n, m] transposed, with zeros behind its n columns */
+static void transpose(I n, I m, const real *x, real *y, I ldy) {
+    I i = 0, rows = m / 8 * 8, j;
+    for (; i < rows; i += 8) {
+        for (j = 0; j + 8 <= n; j += 8) transpose8(x + j * m + i, m, y + i * ldy + j, ldy);
+        for (I s = i; s < i + 8; s++)
+            for (I t = j; t < ldy; t++) y[s * ldy + t] = t < n ? x[t * m + s] : 0;
+    }
+    for (; i < m; i++)
+        for (j = 0; j < ldy; j++) y[i * ldy + j] = j < n ? x[j * m + i] : 0;
+}
+
+/* ------------------------------------------------------------------------------------------- elementwise functions */
+
+inline_ real exponential(real x) {
+#if REAL_BYTES == 4
+    x = x < -87.3f ? -87.3f : x > 88.3f ? 88.3f : x;
+    float n = (x * 1.44269504f + 12582912.f) - 12582912.f; /* nearest integer */
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.f;
+    union { int32_t i; float f; } scale = {((int32_t)n + 127) << 23};
+    return p * scale.f;
+#else
+    return exp(x);
+#endif
+}
+
+/* Phi(z) of the normal distribution, with a small relative error in its lower tail */
+inline_ real normal_cdf(real z) {
+#if REAL_BYTES == 4
+    float x = fabsf(z) * 0.70710678f, t = 1.f / (1.f + 0.5f * x);
+    float p = 0.17087277f;
+    p = p * t - 0.82215223f;
+    p = p * t + 1.48851587f;
+    p = p * t - 1.13520398f;
+    p = p * t + 0.27886807f;
+    p = p * t - 0.18628806f;
+    p = p * t + 0.09678418f;
+    p = p * t + 0.37409196f;
+    p = p * t + 1.00002368f;
+    p = p * t - 1.26551223f;
+    float tail = 0.5f * t * exponential(p - x * x);
+    return z > 0 ? 1.f - tail : tail;
+#else
+    return 0.5 * erfc(-z * 0.70710678118654752440);
+#endif
+}
+
+/* a = phi(z), slope = phi'(z) and bend = scale phi''(z) (without a scale: not) */
+inline_ void activate(I gelu, I n, const real *restrict z, real *restrict a, real *restrict slope,
+                      const real *restrict scale, real *restrict bend) {
+    if (gelu) {
+        EACH(i, n) {
+            real x = z[i], c = normal_cdf(x), d = (real)0.39894228040143267794 * exponential((real)-0.5 * x * x);
+            a[i] = x * c;
+            slope[i] = c + x * d;
+            if (scale) bend[i] = scale[i] * d * (2 - x * x);
+        }
+    } else {
+        EACH(i, n) {
+            real x = z[i], e = 1 / (1 + exponential(-x)), y = x * e;
+            a[i] = y;
+            slope[i] = y + e * (1 - y);
+            if (scale) bend[i] = scale[i] * (e - e * e) * (x - 2 * y + 2);
+        }
+    }
+}
+
+inline_ real dot(I n, const real *x, const real *y) {
+    vec sum = {0};
+    real rest = 0;
+    I i = 0;
+    for (; i + VL <= n; i += VL) sum += *(const vec *)(x + i) * *(const vec *)(y + i);
+    EACH(l, VL) rest += sum[l];
+    for (; i < n; i++) rest += x[i] * y[i];
+    return rest;
+}
+
+/* x . (y - z) */
+inline_ real dot_difference(I n, const real *x, const real *y, const real *z) {
+    vec sum = {0};
+    real rest = 0;
+    I i = 0;
+    for (; i + VL <= n; i += VL) sum += *(const vec *)(x + i) * (*(const vec *)(y + i) - *(const vec *)(z + i));
+    EACH(l, VL) rest += sum[l];
+    for (; i < n; i++) rest += x[i] * (y[i] - z[i]);
+    return rest;
+}
+
+inline_ real total(I n, const real *x) {
+    vec sum = {0};
+    real rest = 0;
+    I i = 0;
+    for (; i + VL <= n; i += VL) sum += *(const vec *)(x + i);
+    EACH(l, VL) rest += sum[l];
+    for (; i < n; i++) rest += x[i];
+    return rest;
+}
+
+/* h = (y - mean) / s per row, inverse = 1 / s */
+static void standardise(I rows, I n, real eps, const real *y, real *restrict h, real *restrict inverse) {
+    EACH(r, rows) {
+        const real *x = y + r * n;
+        real *out = h + r * n, mean = total(n, x) / n;
+        EACH(i, n) out[i] = x[i] - mean;
+        real by = 1 / (real)sqrt(dot(n, out, out) / n + eps);
+        EACH(i, n) out[i] *= by;
+        inverse[r] = by;
+    }
+}
+
+/* out = grad times the Jacobian of h; they may be one */
+static void through_standardise(I rows, I n, const real *grad, const real *h, const real *inverse, real *out) {
+    EACH(r, rows) {
+        const real *g = grad + r * n, *x = h + r * n;
+        real *y = out + r * n, mean = total(n, g) / n, along = dot(n, g, x) / n, by = inverse[r];
+        EACH(i, n) y[i] = (g[i] - mean - x[i] * along) * by;
+    }
+}
+"""

@@ -1,0 +1,306 @@
+"""C source: one chunk of the outer backward of `reverse_tnt`, for `native_tnt`.
+
+Axis legend
+    C tokens per chunk   R = C G its query rows   ldp C rounded up to whole vectors   K key width   V value width
+    L layers of the memory network   p program (grid row and head)   n chunk of all programs', as in `plan_tnt`
+
+Names are those of `block_tnt`. Travels with every pushed checkpoint.
+"""
+
+SOURCE = r"""
+typedef struct {
+    Inner *inner;                          /* of each chunk of a group */
+    real *(*W)[MAX_LAYERS], *(*S)[MAX_LAYERS]; /* before each of them */
+    real *d_a[MAX_LAYERS], *d_delta[MAX_LAYERS], *left[MAX_LAYERS], *right[MAX_LAYERS], *read_slope[MAX_LAYERS];
+    real *turned_W[MAX_LAYERS], *turned, *pairs, *p, *g, *d_pairs, *d_y, *r, *more, *scaled, *h, *inverse;
+    real *d_writes, *d_s_writes, *d_keep, *d_carry, *d_xi[MAX_LAYERS];
+} Backward;
+
+static I room_backward(const Job *job, Backward *b, real *arena) {
+    const Shape *s = job->s;
+    real *begin = arena;
+    I C = s->C, R = job->R, L = s->L, stride = s->stride;
+    b->inner = (Inner *)take(&arena, (stride * sizeof(Inner) + sizeof(real) - 1) / sizeof(real));
+    b->W = (void *)take(&arena, (stride * sizeof(*b->W) + sizeof(real) - 1) / sizeof(real));
+    b->S = (void *)take(&arena, (stride * sizeof(*b->S) + sizeof(real) - 1) / sizeof(real));
+    int real_room = begin != 0; /* the first call only counts */
+    EACH(q, stride) {
+        Inner spare, *x = real_room ? &b->inner[q] : &spare;
+        room_inner(job, x, &arena);
+        EACH(i, L) {
+            I size = s->width[i] * s->width[i + 1];
+            real *w = q ? take(&arena, size) : 0, *m = q && TENSOR(S_CARRY) ? take(&arena, size) : 0;
+            if (real_room) b->W[q][i] = w, b->S[q][i] = m;
+        }
+    }
+    EACH(i, L) {
+        I m = s->width[i], k = s->width[i + 1];
+        b->d_a[i] = take(&arena, C * m);
+        b->d_delta[i] = take(&arena, C * k);
+        b->left[i] = take(&arena, (R + 2 * C) * m);
+        b->right[i] = take(&arena, (R + 2 * C) * k);
+        b->read_slope[i] = take(&arena, R * m);
+        b->turned_W[i] = take(&arena, m * k);
+        b->d_xi[i] = take(&arena, m * k);
+    }
+    b->turned = take(&arena, job->largest + job->widest * job->ldp);
+    b->pairs = take(&arena, R * job->ldp);
+    b->p = take(&arena, R * job->ldp);
+    b->g = take(&arena, R * job->ldp);
+    b->d_pairs = take(&arena, R * job->ldp);
+    b->d_y = take(&arena, R * job->widest);
+    b->r = take(&arena, R * job->widest);
+    b->more = take(&arena, (R + C) * job->widest);
+    b->scaled = take(&arena, (R + C) * job->widest);
+    b->h = take(&arena, (R + C) * job->widest);
+    b->inverse = take(&arena, R + C);
+    b->d_writes = take(&arena, C);
+    b->d_s_writes = take(&arena, C);
+    b->d_keep = take(&arena, C);
+    b->d_carry = take(&arena, C);
+    return arena - begin;
+}
+
+/* The chunk's inner gradient again, from the tape: elementwise work only. */
+static void rebuild(const Job *job, I p, I n, Inner *x) {
+    const Shape *s = job->s;
+    I C = s->C, R = job->R, L = s->L, K = s->width[0], V = s->width[L];
+    x->a[0] = TENSOR(QK) + n * (R + C) * K + R * K;
+    top_gradient(job, p, n, LAYER(Z_KEY_, L - 1) + n * C * V, 1, x);
+    for (I i = L - 1; i > 0; i--) {
+        I m = s->width[i];
+        const real *g = LAYER(GRAD_ACT_, i - 1) + n * C * m;
+        activate(s->gelu, C * m, LAYER(Z_KEY_, i - 1) + n * C * m, x->own_a[i], x->slope[i], g, x->bend[i]);
+        x->a[i] = x->own_a[i];
+        EACH(e, C * m) x->delta[i - 1][e] = g[e] * x->slope[i][e];
+    }
+    write_weights(job, n, x);
+}
+
+/* y += x scale_t per row of n */
+inline_ void add_scaled(I rows, I n, const real *scale, const real *x, real *y, real sign) {
+    EACH(t, rows) {
+        real by = sign * scale[t];
+        EACH(i, n) y[t * n + i] += by * x[t * n + i];
+    }
+}
+
+/* Through -sum_i weight_i a_i^T delta_i of layer i, in a state whose gradient is d */
+static void through_writes(const Job *job, I i, const real *d, const Inner *x, const real *weight, real *d_weight,
+                           Backward *b) {
+    const Shape *s = job->s;
+    I C = s->C, m = s->width[i], k = s->width[i + 1];
+    product(C, k, m, x->a[i], m, 1, d, k, b->more, k, 1, 0);
+    EACH(t, C) d_weight[t] -= dot(k, b->more + t * k, x->delta[i] + t * k);
+    add_scaled(C, k, weight, b->more, b->d_delta[i], -1);
+    transpose(m, k, d, b->turned, m);
+    product(C, m, k, x->delta[i], k, 1, b->turned, m, b->more, m, 1, 0);
+    add_scaled(C, m, weight, b->more, b->d_a[i], -1);
+}
+
+/* The state behind the chunk. d_W, d_S: its gradient, which becomes that of the state before it (but for the rest) */
+static void through_end(const Job *job, I p, I n, const Inner *x, real *const *W, real *const *S, real *const *d_W,
+                        real *const *d_S, Backward *b) {
+    const Shape *s = job->s;
+    I C = s->C, rows = s->current ? C : 1, last = n * rows + rows - 1;
+    const real *keep = TENSOR(KEEP), *carry = TENSOR(CARRY);
+    real A = keep ? keep[last] : 1, d_A = 0, d_D = 0, d_M = 0;
+    EACH(i, s->L) {
+        I size = s->width[i] * s->width[i + 1];
+        real *d = d_W[i];
+        const real *target = LAYER(TARGET_, i);
+        through_writes(job, i, d, x, x->writes, b->d_writes, b);
+        if (S) {
+            real M = TENSOR(S_CARRY)[n], D = carry[last];
+            through_writes(job, i, d_S[i], x, x->s_writes, b->d_s_writes, b);
+            d_D += dot(size, d, S[i]);
+            d_M += dot(size, d_S[i], S[i]);
+            EACH(e, size) d_S[i][e] = M * d_S[i][e] + D * d[e];
+        }
+        if (!keep) continue;
+        if (target) {
+            real *d_target = LAYER(D_TARGET_, i) + p * size, rest = 1 - A;
+            d_A += dot_difference(size, d, W[i], target + p * size);
+            EACH(e, size) d_target[e] += rest * d[e];
+        } else
+            d_A += dot(size, d, W[i]);
+        EACH(e, size) d[e] *= A;
+    }
+    b->d_keep[rows - 1] += d_A;
+    b->d_carry[rows - 1] += d_D;
+    if (S) TENSOR(D_S_CARRY)[n] = d_M;
+}
+
+/* Through the reads: leaves x and (scaled) d_y in left and right, d q in d_q. W: what they read. */
+static void through_reads(const Job *job, I p, I n, const Inner *x, real *const *S, real *const *d_S,
+                          real *d_q, Backward *b) {
+    const Shape *s = job->s;
+    I C = s->C, R = job->R, L = s->L, K = s->width[0], V = s->width[L], ldp = job->ldp;
+    const real *keep = s->current ? TENSOR(KEEP) : 0, *carry = TENSOR(CARRY), *d_o = TENSOR(D_O) + n * R * V;
+    memcpy(b->left[0], TENSOR(QK) + n * (R + C) * K, R * K * sizeof(real));
+    for (I i = 1; i < L; i++) {
+        I m = s->width[i];
+        activate(s->gelu, R * m, LAYER(Z_READ_, i - 1) + n * R * m, b->left[i], b->read_slope[i], 0, 0);
+    }
+    if (TENSOR(GAIN)) {
+        const real *gain = TENSOR(GAIN) + p * V;
+        real *d_gain = TENSOR(D_GAIN) + p * V, *d_bias = TENSOR(D_BIAS) + p * V;
+        standardise(R, V, job->eps, LAYER(Z_READ_, L - 1) + n * R * V, b->h, b->inverse);
+        EACH(r, R) EACH(e, V) {
+            I at = r * V + e;
+            d_gain[e] += d_o[at] * b->h[at];
+            d_bias[e] += d_o[at];
+            b->d_y[at] = gain[e] * d_o[at];
+        }
+        through_standardise(R, V, b->d_y, b->h, b->inverse, b->d_y);
+    } else
+        memcpy(b->d_y, d_o, R * V * sizeof(real));
+    for (I i = L - 1; i >= 0; i--) {
+        I m = s->width[i], k = s->width[i + 1], size = m * k;
+        const real *in = b->left[i], *target = LAYER(TARGET_, i);
+        product(R, m, k, b->d_y, k, 1, b->turned_W[i], m, b->r, m, 1, 0);
+        memcpy(b->right[i], b->d_y, R * k * sizeof(real));
+        if (keep) EACH(r, R) EACH(e, k) b->right[i][r * k + e] *= keep[n * C + r / s->groups];
+        if (keep && target) {
+            transpose(m, k, target + p * size, b->turned, m);
+            product(R, m, k, b->d_y, k, 1, b->turned, m, b->more, m, 1, 0);
+            EACH(r, R) {
+                I t = r / s->groups;
+                real A = keep[n * C + t], *of_W = b->r + r * m, *of_target = b->more + r * m;
+                b->d_keep[t] += dot_difference(m, in + r * m, of_W, of_target);
+                EACH(e, m) of_W[e] = of_target[e] + A * (of_W[e] - of_target[e]);
+                EACH(e, k) b->scaled[r * k + e] = (1 - A) * b->d_y[r * k + e];
+            }
+            product(m, k, R, in, 1, m, b->scaled, k, LAYER(D_TARGET_, i) + p * size, k, 1, 1);
+        } else if (keep)
+            EACH(r, R) {
+                I t = r / s->groups;
+                b->d_keep[t] += dot(m, in + r * m, b->r + r * m);
+                EACH(e, m) b->r[r * m + e] *= keep[n * C + t];
+            }
+        if (s->current && S) {
+            transpose(m, k, S[i], b->turned, m);
+            product(R, m, k, b->d_y, k, 1, b->turned, m, b->more, m, 1, 0);
+            EACH(r, R) {
+                real D = carry[n * C + r / s->groups];
+                b->d_carry[r / s->groups] += dot(m, in + r * m, b->more + r * m);
+                EACH(e, m) b->r[r * m + e] += D * b->more[r * m + e];
+                EACH(e, k) b->scaled[r * k + e] = D * b->d_y[r * k + e];
+            }
+            product(m, k, R, in, 1, m, b->scaled, k, d_S[i], k, 1, 1);
+        }
+        if (s->current) {
+            transpose(C, m, x->a[i], b->turned, ldp);
+            product(R, ldp, m, in, m, 1, b->turned, ldp, b->p, ldp, 1, 0);
+            transpose(C, k, x->delta[i], b->turned, ldp);
+            product(R, ldp, k, b->d_y, k, 1, b->turned, ldp, b->g, ldp, 1, 0);
+            EACH(e, R * ldp) {
+                b->d_pairs[e] -= b->g[e] * b->p[e];
+                b->g[e] *= b->pairs[e];
+                b->p[e] *= b->pairs[e];
+            }
+            product(R, m, C, b->g, ldp, 1, x->a[i], m, b->r, m, -1, 1);
+            product(C, m, R, b->g, 1, ldp, in, m, b->d_a[i], m, -1, 1);
+            product(C, k, R, b->p, 1, ldp, b->d_y, k, b->d_delta[i], k, -1, 1);
+        }
+        if (i) EACH(e, R * m) b->d_y[e] = b->r[e] * b->read_slope[i][e];
+        else memcpy(d_q, b->r, R * m * sizeof(real));
+    }
+    if (s->residual) EACH(e, R * K) d_q[e] += d_o[e];
+}
+
+/* Through the scale of a gradient bound: every use of g_i is linear in delta_i. */
+static void through_bound(const Job *job, const Inner *x, Backward *b) {
+    const Shape *s = job->s;
+    I C = s->C;
+    real rounding = REAL_BYTES == 4 ? 16 * 1.1920929e-07 : 16 * 2.220446049250313e-16;
+    EACH(t, C) {
+        if (!(x->size[t] > 1 + rounding)) continue;
+        real along = 0, share = 1 / (x->size[t] * job->bound);
+        EACH(i, s->L) {
+            I k = s->width[i + 1];
+            along += dot(k, x->delta[i] + t * k, b->d_delta[i] + t * k);
+        }
+        EACH(i, s->L) {
+            I m = s->width[i], k = s->width[i + 1];
+            real of_delta = share * x->size_a[i * C + t], of_a = share * x->size_delta[i * C + t];
+            of_a *= of_a * along;
+            of_delta *= of_delta * along;
+            EACH(e, m) b->d_a[i][t * m + e] -= of_a * x->a[i][t * m + e];
+            EACH(e, k) b->d_delta[i][t * k + e] -= of_delta * x->delta[i][t * k + e];
+        }
+    }
+}
+
+/* Through the inner gradient: a and delta as functions of k, offset and the weights `start`. */
+static void through_inner(const Job *job, I p, I n, const Inner *x, real *const *start, real *const *turned, real *d_k,
+                          Backward *b) {
+    const Shape *s = job->s;
+    I C = s->C, R = job->R, L = s->L, V = s->width[L], K = s->width[0];
+    EACH(i, L) {
+        I m = s->width[i], k = s->width[i + 1];
+        memcpy(b->left[i] + R * m, x->a[i], C * m * sizeof(real));
+        if (i == 0) continue;
+        real *d_g = b->left[i] + (R + C) * m;
+        memcpy(b->right[i] + (R + C) * k, x->delta[i], C * k * sizeof(real));
+        EACH(e, C * m) d_g[e] = b->d_delta[i - 1][e] * x->slope[i][e];
+        product(C, k, m, d_g, m, 1, start[i], k, b->d_delta[i], k, 1, 1);
+    }
+    real *lam = b->d_delta[L - 1], *d_z = b->right[L - 1] + R * V, *d_error = TENSOR(D_OFFSET) + n * C * V;
+    if (!TENSOR(GAIN)) {
+        memcpy(d_z, lam, C * V * sizeof(real));
+        memcpy(d_error, lam, C * V * sizeof(real));
+    } else {
+        const real *gain = TENSOR(GAIN) + p * V;
+        real *d_gain = TENSOR(D_GAIN) + p * V, *d_bias = TENSOR(D_BIAS) + p * V;
+        through_standardise(C, V, lam, x->h, x->inverse, b->h);
+        EACH(t, C) {
+            const real *l = lam + t * V, *h = x->h + t * V, *u = x->u + t * V;
+            real by = x->inverse[t] / V, u_h = dot(V, u, h) * by, along_h = dot(V, l, h) * by;
+            EACH(e, V) {
+                real d_u = b->h[t * V + e], g = gain[e], back = g * d_u;
+                d_gain[e] += d_u * x->error[t * V + e] + back * h[e];
+                d_bias[e] += back;
+                d_error[t * V + e] = back;
+                d_z[t * V + e] = g * back - l[e] * u_h - u[e] * along_h;
+            }
+        }
+        through_standardise(C, V, d_z, x->h, x->inverse, d_z);
+        EACH(t, C) {
+            real along_top = dot(V, lam + t * V, x->delta[L - 1] + t * V) * x->inverse[t] / V;
+            EACH(e, V) d_z[t * V + e] -= x->h[t * V + e] * along_top;
+        }
+    }
+    for (I i = L - 1; i >= 0; i--) {
+        I m = s->width[i], k = s->width[i + 1];
+        product(C, m, k, b->right[i] + R * k, k, 1, turned[i], m, b->d_a[i], m, 1, 1);
+        if (i) {
+            real *below = b->right[i - 1] + R * m;
+            EACH(e, C * m) below[e] = b->d_delta[i - 1][e] * x->bend[i][e] + b->d_a[i][e] * x->slope[i][e];
+        }
+    }
+    memcpy(d_k, b->d_a[0], C * K * sizeof(real));
+    if (s->residual) EACH(e, C * K) d_k[e] += d_error[e];
+}
+
+/* What the chunk's scalars get. */
+static void scalar_gradients(const Job *job, I n, const Inner *x, Backward *b) {
+    const Shape *s = job->s;
+    I C = s->C, rows = s->current ? C : 1, ldp = job->ldp;
+    real *d_theta = TENSOR(D_THETA) + n * C, *d_pairs = TENSOR(D_PAIRS);
+    if (d_pairs) {
+        d_pairs += n * rows * C;
+        if (s->current) EACH(r, job->R) EACH(i, r / s->groups + 1)
+            d_pairs[r / s->groups * C + i] += b->d_pairs[r * ldp + i] * x->shrink[i];
+        EACH(i, C) d_pairs[(rows - 1) * C + i] += b->d_writes[i] * x->shrink[i];
+    } else {
+        if (s->current) EACH(r, job->R) EACH(i, r / s->groups + 1) b->d_writes[i] += b->d_pairs[r * ldp + i];
+        EACH(i, C) d_theta[i] = b->d_writes[i] * x->shrink[i];
+    }
+    EACH(t, rows) {
+        if (TENSOR(D_KEEP)) TENSOR(D_KEEP)[n * rows + t] = b->d_keep[t];
+        if (TENSOR(D_CARRY)) TENSOR(D_CARRY)[n * rows + t] = b->d_carry[t];
+    }
+    if (TENSOR(D_S_WRITES)) EACH(i, C) TENSOR(D_S_WRITES)[n * C + i] = b->d_s_writes[i] * x->shrink[i];
+}
+"""

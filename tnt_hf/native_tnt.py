@@ -1,0 +1,135 @@
+"""`scan_tnt.scan` and its way back in C: every program, which is a head of a grid row, runs through its chunks alone.
+
+Axis legend
+    C tokens per chunk   R = C G its query rows   K key width   V value width   L layers of the memory network
+    P programs   N chunks over all programs, ordered by step and then by program
+
+What torch does operation by operation for all programs, the C code does chunk by chunk for one: its matrices stay in
+the cache, and there is no call between two products. `scan` and `ChunkScan` are what tests hold it to. Travels with
+every pushed checkpoint.
+"""
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from .coefficients_tnt import Coef
+from .derivative_tnt import once_differentiable
+from .native_build_tnt import LAYERS, TENSORS, library
+from .plan_tnt import Plan, keeps_all
+from .scan_tnt import offsets
+
+
+INPUTS = TENSORS[: TENSORS.index("O")]
+STATES = ("W", "XI", "S", "TARGET")
+TAPE = ("Z_KEY", "Z_READ", "GRAD_ACT", "KEPT_W", "KEPT_S")
+
+
+def native_scan(plan: Plan, qk, v, coef: Coef, ln, target, xi, W, S):
+    """`scan_tnt.scan` of the same arguments (v `[N, C, V]` in place of the offset), which autograd can follow."""
+    none = [None] * len(W)
+    states = (*W, *(xi or none), *(S or none), *(target or none))
+    o, loss, *ends = NativeScan.apply(plan, len(W), qk, v, *coef, *(ln or (None, None)), *states)
+    kinds = (ends[i * len(W) : (i + 1) * len(W)] for i in range(3))
+    return o, loss, *(None if x[0] is None else list(x) for x in kinds)
+
+
+class NativeScan(torch.autograd.Function):
+    """What `ChunkScan` keeps, it keeps: O(1) per token, and O(sqrt(steps)) states, or all where they are small."""
+
+    @staticmethod
+    def forward(ctx, plan, depth, qk, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
+        ln = None if gain is None else (gain, bias)
+        inputs = (*_index(plan), qk, offsets(plan, qk, v, ln), theta, c, A, D, s_end, m_end, gain, bias)
+        inputs, states = ([None if x is None else x.contiguous() for x in y] for y in (inputs, states))
+        (N, C, V), qk, W = v.shape, inputs[INPUTS.index("QK")], states[:depth]
+        R, P, momentum = C * plan.groups, plan.counts[0], s_end is not None
+        tape, stride = dict.fromkeys(TAPE, [None] * depth), 0
+        if any(ctx.needs_input_grad):
+            tape, stride = _blank_tape(plan, qk, W, C, ln is not None, momentum)
+        # programs that a grid leaves out at its end are not looked at
+        made = qk.new_empty if sum(plan.counts) == N else qk.new_zeros
+        o, loss = made(N, R, V), made(N, C) if plan.keep_loss else None
+        kinds = (plan.keep_state, plan.keep_state, plan.keep_state and momentum)
+        ends = [[torch.empty_like(w) if kept else None for w in W] for kept in kinds]
+        widths = [W[0].shape[1], *(w.shape[2] for w in W)]
+        shape = [
+            P, len(plan.counts), C, plan.groups, depth, torch.get_num_threads(), plan.net.activation == "gelu",
+            plan.net.residual, plan.current, plan.carried, plan.keep_state, stride, plan.bound is not None, *widths,
+        ]  # fmt: skip
+        layers = dict(zip((*STATES, "W_END", "XI_END", "S_END"), (*_split(states, depth), *ends))) | tape
+        _call("forward", plan, shape, dict(zip(INPUTS, inputs)) | {"O": o, "LOSS": loss}, layers)
+        if stride:
+            ctx.save_for_backward(*inputs, *states, *(x for y in tape.values() for x in y))
+        ctx.plan, ctx.depth, ctx.shape = plan, depth, shape
+        if loss is not None:
+            ctx.mark_non_differentiable(loss)
+        return o, loss, *(x for y in ends for x in y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o, _, *d_ends):
+        plan, depth, saved = ctx.plan, ctx.depth, ctx.saved_tensors
+        named, rest = dict(zip(INPUTS, saved)), saved[len(INPUTS) :]
+        layers = dict(zip((*STATES, *TAPE), _split(rest, depth)))
+        # what the code adds to, or leaves alone for programs that a grid leaves out and behind an unread last chunk
+        d_inputs = {f"D_{x}": _zeros(named[x]) for x in INPUTS[INPUTS.index("QK") :]}
+        d_states = {f"D_{x}": [_zeros(y) for y in layers[x]] for x in STATES}
+        if named["S_CARRY"] is not None:
+            d_states["D_S"] = [torch.zeros_like(w) for w in layers["W"]]
+        d_ends = [None if x is None else x.contiguous() for x in d_ends]
+        layers |= d_states | dict(zip(("D_W_END", "D_XI_END", "D_S_END"), _split(d_ends, depth)))
+        _call("backward", plan, ctx.shape, named | d_inputs | {"D_O": d_o.contiguous()}, layers)
+        d_inputs["D_OFFSET"].neg_()  # which is v's
+        if layers["S"][0] is None:  # it began with zeros
+            d_states["D_S"] = [None] * depth
+        return None, None, *d_inputs.values(), *(x for y in d_states.values() for x in y)
+
+
+def _call(name: str, plan: Plan, shape: list[int], tensors: dict, layers: dict) -> None:
+    """
+    Raises:
+        MemoryError: there was no room for a thread to work in.
+    """
+    none, depth = [None] * shape[4], shape[4]
+    ordered = [tensors.get(x) for x in TENSORS] + [y for x in LAYERS for y in layers.get(x, none)]
+    places = (ctypes.c_void_p * len(ordered))(*(0 if x is None else x.data_ptr() for x in ordered))
+    numbers = (ctypes.c_int64 * len(shape))(*map(int, shape))
+    code = library(tensors["QK"].dtype)
+    if getattr(code, name)(numbers, places, plan.net.eps, plan.bound or 0.0):
+        raise MemoryError(
+            f"no room for {shape[5]} threads to run a memory of {depth} layers {shape[-depth - 1 :]} wide"
+        )
+
+
+def _index(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """counts, starts and full as tensors."""
+    full = plan.full if isinstance(plan.full, Tensor) else torch.full((plan.counts[0],), bool(plan.full))
+    return torch.tensor(plan.counts), torch.tensor(plan.starts), full.to(torch.int8)
+
+
+def _blank_tape(plan: Plan, qk: Tensor, W: list[Tensor], C: int, ln: bool, momentum: bool) -> tuple[dict, int]:
+    """Room for what the forward leaves to the backward, and how many steps lie between two kept states."""
+    widths, steps, N = [w.shape[2] for w in W], len(plan.counts), len(qk)
+    stride = 1 if keeps_all(W, C, momentum) else math.isqrt(steps - 1) + 1
+    slots = -(-steps // stride)
+
+    def kept(wanted: bool) -> list[Tensor | None]:
+        return [qk.new_empty(plan.counts[0], slots, *w.shape[1:]) if wanted else None for w in W]
+
+    def rows(n: int, top: bool) -> list[Tensor | None]:
+        return [qk.new_empty(N, n, width) for width in widths[:-1]] + [qk.new_empty(N, n, widths[-1]) if top else None]
+
+    tape = (rows(C, True), rows(C * plan.groups, ln), rows(C, False), kept(True), kept(momentum))
+    return dict(zip(TAPE, tape)), stride
+
+
+def _zeros(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.zeros_like(x)
+
+
+def _split(x, n: int) -> list[list]:
+    """A flat list as lists of n."""
+    return [list(x[i : i + n]) for i in range(0, len(x), n)]
