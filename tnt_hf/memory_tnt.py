@@ -316,7 +316,7 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
         layout = batch_layout(q, H, mask, segment_ids, state and state.time, C, interval, alike=alike)
     if options["native"]:
         read = (q, k, v, lr, momentum, decay, *(options["layernorm"] or ()))
-        options["native"] = runs_native("implementation", options["native"], init, options["quadratic"], read)
+        options["native"] = runs_native("implementation", options["native"], init, read)
     q, none = q.unflatten(2, (H, -1)), [None] * len(layout.grids)
     rows = layout.rows(q) if options["triton"] else layout.rows(q, k[:, :, :, None])
     keys = layout.programs(k) if options["triton"] else none

@@ -11,6 +11,7 @@ Names are those of `scan_tnt`; PAIRS, KEEP, CARRY, S_WRITES and S_CARRY are c, A
 SOURCE = r"""
 typedef struct {
     I programs, steps, C, groups, L, threads, gelu, residual, current, carried, keep_state, stride, bounded;
+    I quadratic, tokens; /* whether the network sees products of q and k, and the width of these */
     I width[];
 } Shape;
 
@@ -49,7 +50,7 @@ static void room_inner(const Job *job, Inner *x, real **arena) {
     const Shape *s = job->s;
     I C = s->C, L = s->L, V = s->width[L];
     EACH(i, L) {
-        x->own_a[i] = i ? take(arena, C * s->width[i]) : 0;
+        x->own_a[i] = i || s->quadratic ? take(arena, C * s->width[i]) : 0;
         x->slope[i] = i ? take(arena, C * s->width[i]) : 0;
         x->bend[i] = i ? take(arena, C * s->width[i]) : 0;
         x->delta[i] = take(arena, C * s->width[i + 1]);
@@ -167,8 +168,8 @@ static void write_chunk(const Job *job, I p, I n, const Inner *x, real *const *W
 typedef struct {
     Inner inner;
     real *W[MAX_LAYERS], *S[MAX_LAYERS], *xi[MAX_LAYERS];
-    real *z[MAX_LAYERS], *grad_act[MAX_LAYERS], *y[MAX_LAYERS], *x, *slope, *turned, *pairs, *p, *more, *scaled, *h;
-    real *inverse;
+    real *z[MAX_LAYERS], *grad_act[MAX_LAYERS], *y[MAX_LAYERS], *q, *x, *slope, *turned, *pairs, *p, *more, *scaled;
+    real *h, *inverse;
 } Forward;
 
 static I room_forward(const Job *job, Forward *f, real *arena) {
@@ -185,6 +186,7 @@ static I room_forward(const Job *job, Forward *f, real *arena) {
         f->y[i] = take(&arena, R * s->width[i + 1]);
         f->grad_act[i] = i ? take(&arena, C * s->width[i]) : 0;
     }
+    f->q = take(&arena, s->quadratic ? R * s->width[0] : 0);
     f->x = take(&arena, (R + C) * job->widest);
     f->slope = take(&arena, (R + C) * job->widest);
     f->turned = take(&arena, job->largest + job->widest * job->ldp);
@@ -195,6 +197,14 @@ static I room_forward(const Job *job, Forward *f, real *arena) {
     f->h = take(&arena, R * job->widest);
     f->inverse = take(&arena, R);
     return arena - begin;
+}
+
+/* q . k of the chunk, [R, ldp]; of their products it is the square */
+static void token_scores(const Job *job, I n, real *turned, real *p) {
+    I C = job->s->C, D = job->s->tokens;
+    const real *q = TENSOR(QK) + n * (job->R + C) * D;
+    transpose(C, D, q + job->R * D, turned, job->ldp);
+    product(job->R, job->ldp, D, q, D, 1, turned, job->ldp, p, job->ldp, 1, 0);
 }
 
 /* y [R, d_out] = what x [R, d_in] reads of layer i */
@@ -218,15 +228,18 @@ static void read_layer(const Job *job, I p, I n, I i, const real *x, Forward *f,
             EACH(j, k) y[r * k + j] += D * f->more[r * k + j];
         }
     }
-    transpose(C, m, f->inner.a[i], f->turned, ldp);
-    product(R, ldp, m, x, m, 1, f->turned, ldp, f->p, ldp, 1, 0);
-    EACH(j, R * ldp) f->p[j] *= f->pairs[j];
+    if (i || !s->quadratic) {
+        transpose(C, m, f->inner.a[i], f->turned, ldp);
+        product(R, ldp, m, x, m, 1, f->turned, ldp, f->p, ldp, 1, 0);
+    } else
+        token_scores(job, n, f->turned, f->p);
+    EACH(j, R * ldp) f->p[j] *= i || !s->quadratic ? f->pairs[j] : f->pairs[j] * f->p[j];
     product(R, k, C, f->p, ldp, 1, f->inner.delta[i], k, y, k, -1, 1);
 }
 
 static void forward_program(const Job *job, I p, Forward *f) {
     const Shape *s = job->s;
-    I C = s->C, R = job->R, L = s->L, K = s->width[0], V = s->width[L];
+    I C = s->C, R = job->R, L = s->L, D = s->tokens, V = s->width[L];
     const I *counts = job->t[COUNTS], *starts = job->t[STARTS];
     const int8_t *full = job->t[FULL];
     int momentum = TENSOR(S_CARRY) != 0, taped = LAYER(Z_KEY_, 0) != 0;
@@ -251,9 +264,15 @@ static void forward_program(const Job *job, I p, Forward *f) {
                 if (momentum) memcpy(LAYER(KEPT_S_, i) + at, f->S[i], size * sizeof(real));
             }
         }
-        const real *q = TENSOR(QK) + n * (R + C) * K;
+        const real *q = TENSOR(QK) + n * (R + C) * D, *in = q;
         Inner *x = &f->inner;
-        x->a[0] = q + R * K;
+        x->a[0] = q + R * D;
+        if (s->quadratic) {
+            ring_products(R, D, q, f->q);
+            ring_products(C, D, q + R * D, x->own_a[0]);
+            in = f->q;
+            x->a[0] = x->own_a[0];
+        }
         EACH(i, L) { /* the key's pass */
             I m = s->width[i], k = s->width[i + 1];
             real *z = taped && (i < L - 1 || TENSOR(GAIN)) ? LAYER(Z_KEY_, i) + n * C * k : f->z[i];
@@ -275,7 +294,6 @@ static void forward_program(const Job *job, I p, Forward *f) {
         }
         write_weights(job, n, x);
         if (s->current) read_weights(job, n, x, f->pairs);
-        const real *in = q;
         EACH(i, L) { /* the reads */
             I k = s->width[i + 1];
             real *out = i == L - 1 ? TENSOR(O) + n * R * V : f->y[i];

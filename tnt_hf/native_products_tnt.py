@@ -187,6 +187,30 @@ inline_ void activate(I gelu, I n, const real *restrict z, real *restrict a, rea
     }
 }
 
+/* y [rows, (D / 2 + 1) D] = products x_i x_{(i + s) mod D} of x [rows, D], s by s: `features_tnt.ring_products` */
+static void ring_products(I rows, I D, const real *x, real *y) {
+    EACH(r, rows) EACH(s, D / 2 + 1) {
+        const real *row = x + r * D;
+        real *out = y + (r * (D / 2 + 1) + s) * D, by = s == 0 || 2 * s == D ? 1 : (real)1.41421356237309504880;
+        EACH(i, D - s) out[i] = by * row[i] * row[i + s];
+        for (I i = D - s; i < D; i++) out[i] = by * row[i] * row[i + s - D];
+    }
+}
+
+/* d_x += what flows to x from the gradient of its products */
+static void through_ring_products(I rows, I D, const real *grad, const real *x, real *d_x) {
+    EACH(r, rows) EACH(s, D / 2 + 1) {
+        const real *row = x + r * D, *g = grad + (r * (D / 2 + 1) + s) * D;
+        real *out = d_x + r * D, by = s == 0 || 2 * s == D ? 1 : (real)1.41421356237309504880;
+        EACH(i, D - s) out[i] += by * g[i] * row[i + s];
+        EACH(i, D - s) out[i + s] += by * g[i] * row[i];
+        for (I i = D - s; i < D; i++) {
+            out[i] += by * g[i] * row[i + s - D];
+            out[i + s - D] += by * g[i] * row[i];
+        }
+    }
+}
+
 inline_ real dot(I n, const real *x, const real *y) {
     vec sum = {0};
     real rest = 0;

@@ -13,6 +13,7 @@ typedef struct {
     real *(*W)[MAX_LAYERS], *(*S)[MAX_LAYERS]; /* before each of them */
     real *d_a[MAX_LAYERS], *d_delta[MAX_LAYERS], *left[MAX_LAYERS], *right[MAX_LAYERS], *read_slope[MAX_LAYERS];
     real *turned_W[MAX_LAYERS], *turned, *pairs, *p, *g, *d_pairs, *d_y, *r, *more, *scaled, *h, *inverse;
+    real *d_tokens, *dots; /* of q and k, past their products */
     real *d_writes, *d_s_writes, *d_keep, *d_carry, *d_xi[MAX_LAYERS];
 } Backward;
 
@@ -54,6 +55,8 @@ static I room_backward(const Job *job, Backward *b, real *arena) {
     b->scaled = take(&arena, (R + C) * job->widest);
     b->h = take(&arena, (R + C) * job->widest);
     b->inverse = take(&arena, R + C);
+    b->d_tokens = take(&arena, s->quadratic ? (R + C) * s->tokens : 0);
+    b->dots = take(&arena, s->quadratic ? R * job->ldp : 0);
     b->d_writes = take(&arena, C);
     b->d_s_writes = take(&arena, C);
     b->d_keep = take(&arena, C);
@@ -64,8 +67,12 @@ static I room_backward(const Job *job, Backward *b, real *arena) {
 /* The chunk's inner gradient again, from the tape: elementwise work only. */
 static void rebuild(const Job *job, I p, I n, Inner *x) {
     const Shape *s = job->s;
-    I C = s->C, R = job->R, L = s->L, K = s->width[0], V = s->width[L];
-    x->a[0] = TENSOR(QK) + n * (R + C) * K + R * K;
+    I C = s->C, R = job->R, L = s->L, D = s->tokens, V = s->width[L];
+    x->a[0] = TENSOR(QK) + n * (R + C) * D + R * D;
+    if (s->quadratic) {
+        ring_products(C, D, x->a[0], x->own_a[0]);
+        x->a[0] = x->own_a[0];
+    }
     top_gradient(job, p, n, LAYER(Z_KEY_, L - 1) + n * C * V, 1, x);
     for (I i = L - 1; i > 0; i--) {
         I m = s->width[i];
@@ -131,13 +138,27 @@ static void through_end(const Job *job, I p, I n, const Inner *x, real *const *W
     if (S) TENSOR(D_S_CARRY)[n] = d_M;
 }
 
+/* d of q or k (`rows` tokens x) from the gradient of what the network sees of them; so_far: what went past it */
+static void token_gradient(const Job *job, I rows, const real *grad, const real *x, const real *so_far, real *d) {
+    const Shape *s = job->s;
+    I size = rows * s->tokens * (I)sizeof(real);
+    if (!s->quadratic) memcpy(d, grad, size);
+    else {
+        if (s->current) memcpy(d, so_far, size);
+        else memset(d, 0, size);
+        through_ring_products(rows, s->tokens, grad, x, d);
+    }
+}
+
 /* Through the reads: leaves x and (scaled) d_y in left and right, d q in d_q. W: what they read. */
 static void through_reads(const Job *job, I p, I n, const Inner *x, real *const *S, real *const *d_S,
                           real *d_q, Backward *b) {
     const Shape *s = job->s;
-    I C = s->C, R = job->R, L = s->L, K = s->width[0], V = s->width[L], ldp = job->ldp;
+    I C = s->C, R = job->R, L = s->L, D = s->tokens, V = s->width[L], ldp = job->ldp;
     const real *keep = s->current ? TENSOR(KEEP) : 0, *carry = TENSOR(CARRY), *d_o = TENSOR(D_O) + n * R * V;
-    memcpy(b->left[0], TENSOR(QK) + n * (R + C) * K, R * K * sizeof(real));
+    const real *q = TENSOR(QK) + n * (R + C) * D;
+    if (s->quadratic) ring_products(R, D, q, b->left[0]);
+    else memcpy(b->left[0], q, R * D * sizeof(real));
     for (I i = 1; i < L; i++) {
         I m = s->width[i];
         activate(s->gelu, R * m, LAYER(Z_READ_, i - 1) + n * R * m, b->left[i], b->read_slope[i], 0, 0);
@@ -190,8 +211,14 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
             product(m, k, R, in, 1, m, b->scaled, k, d_S[i], k, 1, 1);
         }
         if (s->current) {
-            transpose(C, m, x->a[i], b->turned, ldp);
-            product(R, ldp, m, in, m, 1, b->turned, ldp, b->p, ldp, 1, 0);
+            int squared = s->quadratic && i == 0;
+            if (squared) {
+                token_scores(job, n, b->turned, b->dots);
+                EACH(e, R * ldp) b->p[e] = b->dots[e] * b->dots[e];
+            } else {
+                transpose(C, m, x->a[i], b->turned, ldp);
+                product(R, ldp, m, in, m, 1, b->turned, ldp, b->p, ldp, 1, 0);
+            }
             transpose(C, k, x->delta[i], b->turned, ldp);
             product(R, ldp, k, b->d_y, k, 1, b->turned, ldp, b->g, ldp, 1, 0);
             EACH(e, R * ldp) {
@@ -199,14 +226,20 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
                 b->g[e] *= b->pairs[e];
                 b->p[e] *= b->pairs[e];
             }
-            product(R, m, C, b->g, ldp, 1, x->a[i], m, b->r, m, -1, 1);
-            product(C, m, R, b->g, 1, ldp, in, m, b->d_a[i], m, -1, 1);
+            if (squared) {
+                EACH(e, R * ldp) b->g[e] *= 2 * b->dots[e];
+                product(R, D, C, b->g, ldp, 1, q + R * D, D, b->d_tokens, D, -1, 0);
+                product(C, D, R, b->g, 1, ldp, q, D, b->d_tokens + R * D, D, -1, 0);
+            } else {
+                product(R, m, C, b->g, ldp, 1, x->a[i], m, b->r, m, -1, 1);
+                product(C, m, R, b->g, 1, ldp, in, m, b->d_a[i], m, -1, 1);
+            }
             product(C, k, R, b->p, 1, ldp, b->d_y, k, b->d_delta[i], k, -1, 1);
         }
         if (i) EACH(e, R * m) b->d_y[e] = b->r[e] * b->read_slope[i][e];
-        else memcpy(d_q, b->r, R * m * sizeof(real));
+        else token_gradient(job, R, b->r, q, b->d_tokens, d_q);
     }
-    if (s->residual) EACH(e, R * K) d_q[e] += d_o[e];
+    if (s->residual) EACH(e, R * D) d_q[e] += d_o[e];
 }
 
 /* Through the scale of a gradient bound: every use of g_i is linear in delta_i. */
@@ -236,7 +269,7 @@ static void through_bound(const Job *job, const Inner *x, Backward *b) {
 static void through_inner(const Job *job, I p, I n, const Inner *x, real *const *start, real *const *turned, real *d_k,
                           Backward *b) {
     const Shape *s = job->s;
-    I C = s->C, R = job->R, L = s->L, V = s->width[L], K = s->width[0];
+    I C = s->C, R = job->R, L = s->L, V = s->width[L], D = s->tokens;
     EACH(i, L) {
         I m = s->width[i], k = s->width[i + 1];
         memcpy(b->left[i] + R * m, x->a[i], C * m * sizeof(real));
@@ -279,8 +312,8 @@ static void through_inner(const Job *job, I p, I n, const Inner *x, real *const 
             EACH(e, C * m) below[e] = b->d_delta[i - 1][e] * x->bend[i][e] + b->d_a[i][e] * x->slope[i][e];
         }
     }
-    memcpy(d_k, b->d_a[0], C * K * sizeof(real));
-    if (s->residual) EACH(e, C * K) d_k[e] += d_error[e];
+    token_gradient(job, C, b->d_a[0], TENSOR(QK) + (n * (R + C) + R) * D, b->d_tokens + R * D, d_k);
+    if (s->residual) EACH(e, C * D) d_k[e] += d_error[e];
 }
 
 /* What the chunk's scalars get. */

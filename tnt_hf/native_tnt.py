@@ -55,10 +55,9 @@ class NativeScan(torch.autograd.Function):
         kinds = (plan.keep_state, plan.keep_state, plan.keep_state and momentum)
         ends = [[torch.empty_like(w) if kept else None for w in W] for kept in kinds]
         widths = [W[0].shape[1], *(w.shape[2] for w in W)]
-        shape = [
-            P, len(plan.counts), C, plan.groups, depth, torch.get_num_threads(), plan.net.activation == "gelu",
-            plan.net.residual, plan.current, plan.carried, plan.keep_state, stride, plan.bound is not None, *widths,
-        ]  # fmt: skip
+        options = (plan.net.activation == "gelu", plan.net.residual, plan.current, plan.carried, plan.keep_state)
+        options += (stride, plan.bound is not None, plan.quadratic, qk.shape[2])
+        shape = [P, len(plan.counts), C, plan.groups, depth, torch.get_num_threads(), *options, *widths]
         layers = dict(zip((*STATES, "W_END", "XI_END", "S_END"), (*_split(states, depth), *ends))) | tape
         _call("forward", plan, shape, dict(zip(INPUTS, inputs)) | {"O": o, "LOSS": loss}, layers)
         if stride:

@@ -96,7 +96,7 @@ class TNTMemoryUnit(nn.Module):
         if how == "triton":
             tokens = (x.to(operands) for x in tokens)
         elif value == "native":
-            runs_native(FIELD, value, weights, options["feature_map"] == "quadratic", tokens)
+            runs_native(FIELD, value, weights, tokens)
         elif q.device.type == "cpu":
             how = value
         layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)

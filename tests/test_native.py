@@ -1,0 +1,227 @@
+"""The memory in C: what it computes, on how many threads, and what happens where it cannot be compiled or run.
+
+That it is the recurrence, with all options and gradients, is shown by `test_memory` and `test_memory_backward`, which
+run with both forms. Here are the widths that fill the processor's vectors or do not, and what is around the code.
+"""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_memory import leaves, make_inputs, run
+from tiny import tiny_model, tokens
+from torch.utils.flop_counter import FlopCounterMode
+
+from tnt_hf import native_build_tnt
+from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
+
+
+REASON = native_build_tnt.unavailable(torch.float32)
+needs_native = pytest.mark.skipif(REASON is not None, reason=f"native code: {REASON}")
+# Of float32: rounding of some hundred sums, which a memory's writes carry on; relative to the largest number.
+FLOAT32 = 2e-5
+
+
+def results(op, tensors, weights, gates, **options) -> list[torch.Tensor]:
+    """Output, state and all gradients."""
+    inputs = [x.detach().requires_grad_() for x in leaves(tensors, weights, gates)]
+    x, w = inputs[:4], inputs[4 : 4 + len(weights)]
+    rest = iter(inputs[4 + len(weights) :])
+    given = {name: y if isinstance(y, tuple) else next(rest) for name, y in gates.items()}
+    found, g = op(x, w, given, **options), torch.Generator().manual_seed(7)
+    outputs = [found[0], *found[1].weights]
+    loss = sum((y.double() * torch.randn(y.shape, generator=g, dtype=torch.float64)).sum() for y in outputs)
+    return [*outputs, *torch.autograd.grad(loss, inputs)]
+
+
+@needs_native
+@pytest.mark.parametrize("widths", [(64, 64), (16, 40), (24, 24), (12, 100), (7, 9), (32, 128)], ids=str)
+@pytest.mark.parametrize("C", [1, 3, 8, 16, 40])
+@pytest.mark.parametrize("full", [False, True])
+def test_vectors_and_what_is_left_of_them(widths, C, full):
+    """float32 against the recurrence in float64."""
+    width, hidden = widths
+    options = {"T": 80, "G": 2, "K": width, "V": width, "hidden": hidden, "momentum": full, "decay": full}
+    single = make_inputs(**options, rate=0.3, dtype=torch.float32)
+    double = [[x.double() for x in y] for y in single[:2]] + [{n: x.double() for n, x in single[2].items()}]
+
+    def form(implementation):
+        return lambda x, w, gates, **rest: run(memory_chunkwise, x, w, gates, implementation=implementation, **rest)
+
+    settings = {"chunk_size": C, "reset_interval": 2 * C}
+    got = results(form("native"), *single, **settings)
+    want = results(lambda x, w, gates, **rest: run(memory_naive, x, w, gates, **rest), *double, **settings)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == torch.float32
+        assert (x - y).abs().max() <= FLOAT32 * y.abs().max(), ((x - y).abs().max() / y.abs().max()).item()
+
+
+@needs_native
+@pytest.mark.parametrize("activation, last_bits, absolute", [("silu", 2, 1e-37), ("gelu", 4, 1e-7)])
+def test_activations_over_their_whole_range(activation, last_bits, absolute):
+    """f(W, q) = phi(q W_1) W_2 with the identity twice. Of a GELU's lower tail nothing but its size is promised."""
+    q = torch.cat([torch.linspace(-30, 30, 64000), torch.tensor([0.0, -0.0, 1e-30, -1e-8, 80.0, -80.0, 1e4, -1e4])])
+    q = torch.cat([q, torch.zeros(-len(q) % 16)]).view(1, -1, 1, 16)
+    zero, eye = torch.zeros_like(q), [torch.eye(16)[None]] * 2
+    options = {"chunk_size": 16, "activation": activation, "implementation": "native"}
+    o, _ = memory_chunkwise(q, zero, zero, zero[..., 0], eye, **options)
+    phi = torch.nn.functional.silu if activation == "silu" else torch.nn.functional.gelu
+    want = phi(q.double())
+    assert ((o - want).abs() <= last_bits * torch.finfo(torch.float32).eps * want.abs() + absolute).all()
+
+
+@needs_native
+def test_not_a_number_stays_in_its_row_and_behind_its_chunks_first():
+    tensors, weights, gates = make_inputs(B=2, T=24, K=16, V=16, hidden=16, momentum=True, dtype=torch.float32)
+    options = {"chunk_size": 4, "implementation": "native", **gates}
+    want = memory_chunkwise(*tensors, weights, **options)[0]
+    tensors[1][1, 9] = float("nan")
+    got = memory_chunkwise(*tensors, weights, **options)[0]
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1, :8], want[1, :8]) and got[1, 9:].isnan().all()
+
+
+@needs_native
+def test_neither_threads_nor_other_rows_change_a_bit():
+    tensors, weights, gates = make_inputs(B=5, T=40, H=3, G=2, K=24, V=24, hidden=40, momentum=True, decay=True)
+    tensors, weights = ([x.float() for x in y] for y in (tensors, weights))
+    gates = {name: x.float() for name, x in gates.items()}
+
+    def one(rows):
+        found = results(
+            lambda x, w, g, **rest: run(memory_chunkwise, x, w, g, chunk_size=8, implementation="native"),
+            [x[rows] for x in tensors], weights, {name: x[rows] for name, x in gates.items()},
+        )  # fmt: skip
+        return found[0], found[1], found[3]  # output, weights and the gradient of q
+
+    threads = torch.get_num_threads()
+    try:
+        all_rows = {}
+        for n in (1, 2, 4):
+            torch.set_num_threads(n)
+            all_rows[n] = one(slice(None))
+    finally:
+        torch.set_num_threads(threads)
+    for n in (2, 4):
+        assert all(map(torch.equal, all_rows[n], all_rows[1]))
+    assert torch.equal(one(slice(2, 3))[0], all_rows[1][0][2:3])
+
+
+@needs_native
+def test_a_model_in_c_is_the_model_in_torch():
+    """Rounding apart: outputs, gradients and the tokens it generates."""
+    ids, logits, grads = tokens(2, 40), [], []
+    for how in ("chunk", "native"):
+        model = tiny_model(memory_implementation=how)
+        found = model(ids, labels=ids, use_cache=False)
+        found.loss.backward()
+        logits.append(found.logits)
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+    assert (grads[1] - grads[0]).norm() <= 1e-5 * grads[0].norm()
+
+
+# ---------------------------------------------------------------------------------------------- where it does not run
+
+
+class Own(torch.Tensor):
+    """A tensor whose numbers need not lie where its address says."""
+
+
+def small(wrap=lambda x: x, **options):
+    tensors, weights, _ = make_inputs(dtype=torch.float32)
+    return memory_chunkwise(*map(wrap, tensors), weights, chunk_size=4, **options)[0]
+
+
+@needs_native
+def test_reasons_are_named_by_native_and_found_by_auto(caplog):
+    native_build_tnt._report.cache_clear()
+    with pytest.raises(ValueError, match="implementation='native' cannot run here: a tensor is of a class of its own"):
+        small(lambda x: x.as_subclass(Own), implementation="native")
+    with FlopCounterMode(display=False) as counter:
+        with pytest.raises(ValueError, match="operations of torch are being recorded"):
+            small(implementation="native")
+        o = small()
+    assert counter.get_total_flops() and torch.equal(o, small(implementation="chunk"))
+    assert [x.getMessage() for x in caplog.records] == [
+        "implementation='auto' runs 'chunk' on the CPU: operations of torch are being recorded, and it is none."
+    ]
+    tensors, _, _ = make_inputs(dtype=torch.float32)
+    with pytest.raises(ValueError, match="the memory network has 9 layers, and it up to 8"):
+        memory_chunkwise(*tensors, [torch.ones(2, 4, 4)] * 9, chunk_size=4, implementation="native")
+
+
+def test_a_model_names_its_field(monkeypatch):
+    monkeypatch.setattr(native_build_tnt, "unavailable", lambda dtype: "no C compiler was found")
+    with pytest.raises(ValueError, match="memory_implementation='native' cannot run here: no C compiler was found"):
+        tiny_model(memory_implementation="native")(tokens(1, 8))
+
+
+CODE = """
+import logging, sys, torch
+logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.INFO)
+from tnt_hf import native_build_tnt
+from tnt_hf.memory_tnt import memory_chunkwise
+x = torch.randn(1, 8, 1, 16, generator=torch.Generator().manual_seed(0))
+rest = torch.ones(1, 8, 1), [torch.eye(16)[None]]
+run = lambda how: memory_chunkwise(x, x, x, *rest, chunk_size=2, implementation=how)[0]
+print("same", torch.allclose(run("auto"), run("chunk"), atol=1e-5), native_build_tnt.unavailable(torch.float32))
+"""
+
+
+def elsewhere(cache: Path, **environment) -> str:
+    """What another process says that finds `cache` in place of the user's."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        capture_output=True, text=True, env={**os.environ, "XDG_CACHE_HOME": str(cache), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_it_is_torch_and_says_so_once(tmp_path, compiler):
+    (tmp_path / "bin").mkdir()  # where no `cc` is either
+    (tmp_path / "bin" / "false").symlink_to("/bin/false")
+    told = elsewhere(tmp_path / "cache", CC=compiler, PATH=str(tmp_path / "bin"))
+    assert told.count("implementation='auto' runs 'chunk' on the CPU: ") == 1 and "same True" in told
+    assert ("no C compiler was found" if compiler != "false" else "the C compiler failed") in told
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@needs_native
+def test_it_is_compiled_once_and_again_where_the_file_is_broken(tmp_path):
+    assert "compiling memory-" in elsewhere(tmp_path) and "compiling" not in elsewhere(tmp_path)
+    [library] = (tmp_path / "tnt-hf").iterdir()
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+    library.write_bytes(library.read_bytes()[:5000])
+    told = elsewhere(tmp_path)
+    assert "compiled again" in told and "same True None" in told and "compiling" not in elsewhere(tmp_path)
+
+
+@needs_native
+def test_processes_may_compile_at_once(tmp_path):
+    """None of them loads what another has half written, and nothing is left behind."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", CODE], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert all("same True None" in process.communicate()[0] for process in started)
+    assert len(list((tmp_path / "tnt-hf").iterdir())) == 1
+
+
+@needs_native
+@pytest.mark.parametrize("why", ["a file", "writable by all"])
+def test_a_cache_that_is_not_the_users_own_is_not_used(tmp_path, why):
+    """Code is only loaded from where nobody else can put it."""
+    folder = tmp_path / "tnt-hf"
+    folder.write_text("") if why == "a file" else folder.mkdir()
+    if why != "a file":
+        folder.chmod(0o777)
+    (tmp_path / "tmp").mkdir()
+    assert "same True None" in elsewhere(tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    assert not list(tmp_path.rglob("*.so")), "the folder of the process goes with it"
