@@ -204,7 +204,7 @@ static void token_scores(const Job *job, I n, real *turned, real *p) {
     I C = job->s->C, D = job->s->tokens;
     const real *q = TENSOR(QK) + n * (job->R + C) * D;
     transpose(C, D, q + job->R * D, turned, job->ldp);
-    product(job->R, job->ldp, D, q, D, 1, turned, job->ldp, p, job->ldp, 1, 0);
+    pair_scores(C, job->s->groups, D, q, turned, p, job->ldp);
 }
 
 /* y [R, d_out] = what x [R, d_in] reads of layer i */
@@ -230,11 +230,11 @@ static void read_layer(const Job *job, I p, I n, I i, const real *x, Forward *f,
     }
     if (i || !s->quadratic) {
         transpose(C, m, f->inner.a[i], f->turned, ldp);
-        product(R, ldp, m, x, m, 1, f->turned, ldp, f->p, ldp, 1, 0);
+        pair_scores(C, s->groups, m, x, f->turned, f->p, ldp);
     } else
         token_scores(job, n, f->turned, f->p);
     EACH(j, R * ldp) f->p[j] *= i || !s->quadratic ? f->pairs[j] : f->pairs[j] * f->p[j];
-    product(R, k, C, f->p, ldp, 1, f->inner.delta[i], k, y, k, -1, 1);
+    pairs_times_writes(C, s->groups, k, f->p, ldp, f->inner.delta[i], y, -1, 1);
 }
 
 static void forward_program(const Job *job, I p, Forward *f) {

@@ -86,6 +86,31 @@ static void product(I M, I N, I K, const real *A, I as0, I as1, const real *B, I
             }
 }
 
+/* Products over pairs of a read and a write that comes no later: of C tokens with G reads each, BLOCK tokens at once,
+   what lies behind them is left out. p [C G, ldp] holds anything there. */
+#define BLOCK 16
+#define BLOCKS(t, end, C) for (I t = 0, end; end = t + BLOCK < (C) ? t + BLOCK : (C), t < (C); t = end)
+
+/* p = x y^T, of x [C G, K] and y transposed, [K, ldp] */
+static void pair_scores(I C, I G, I K, const real *x, const real *turned, real *p, I ldp) {
+    BLOCKS(t, end, C)
+        product((end - t) * G, ROUND(end), K, x + t * G * K, K, 1, turned, ldp, p + t * G * ldp, ldp, 1, 0);
+}
+
+/* O [C G, N] = alpha p y or += it, of y [C, N] */
+static void pairs_times_writes(I C, I G, I N, const real *p, I ldp, const real *y, real *O, real alpha, int add) {
+    BLOCKS(t, end, C)
+        product((end - t) * G, N, end, p + t * G * ldp, ldp, 1, y, N, O + t * G * N, N, alpha, add);
+}
+
+/* O [C, N] = alpha p^T x or += it, of x [C G, N] */
+static void pairs_times_reads(I C, I G, I N, const real *p, I ldp, const real *x, real *O, real alpha, int add) {
+    BLOCKS(t, end, C) {
+        const real *here = p + t * G * ldp + t;
+        product(end - t, N, (C - t) * G, here, 1, ldp, x + t * G * N, N, O + t * N, N, alpha, add);
+    }
+}
+
 typedef real eight __attribute__((vector_size(8 * sizeof(real)), aligned(sizeof(real)), may_alias));
 #if REAL_BYTES == 4
 typedef int32_t lanes __attribute__((vector_size(32)));

@@ -154,7 +154,7 @@ static void token_gradient(const Job *job, I rows, const real *grad, const real 
 static void through_reads(const Job *job, I p, I n, const Inner *x, real *const *S, real *const *d_S,
                           real *d_q, Backward *b) {
     const Shape *s = job->s;
-    I C = s->C, R = job->R, L = s->L, D = s->tokens, V = s->width[L], ldp = job->ldp;
+    I C = s->C, G = s->groups, R = job->R, L = s->L, D = s->tokens, V = s->width[L], ldp = job->ldp;
     const real *keep = s->current ? TENSOR(KEEP) : 0, *carry = TENSOR(CARRY), *d_o = TENSOR(D_O) + n * R * V;
     const real *q = TENSOR(QK) + n * (R + C) * D;
     if (s->quadratic) ring_products(R, D, q, b->left[0]);
@@ -217,10 +217,10 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
                 EACH(e, R * ldp) b->p[e] = b->dots[e] * b->dots[e];
             } else {
                 transpose(C, m, x->a[i], b->turned, ldp);
-                product(R, ldp, m, in, m, 1, b->turned, ldp, b->p, ldp, 1, 0);
+                pair_scores(C, G, m, in, b->turned, b->p, ldp);
             }
             transpose(C, k, x->delta[i], b->turned, ldp);
-            product(R, ldp, k, b->d_y, k, 1, b->turned, ldp, b->g, ldp, 1, 0);
+            pair_scores(C, G, k, b->d_y, b->turned, b->g, ldp);
             EACH(e, R * ldp) {
                 b->d_pairs[e] -= b->g[e] * b->p[e];
                 b->g[e] *= b->pairs[e];
@@ -228,13 +228,13 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
             }
             if (squared) {
                 EACH(e, R * ldp) b->g[e] *= 2 * b->dots[e];
-                product(R, D, C, b->g, ldp, 1, q + R * D, D, b->d_tokens, D, -1, 0);
-                product(C, D, R, b->g, 1, ldp, q, D, b->d_tokens + R * D, D, -1, 0);
+                pairs_times_writes(C, G, D, b->g, ldp, q + R * D, b->d_tokens, -1, 0);
+                pairs_times_reads(C, G, D, b->g, ldp, q, b->d_tokens + R * D, -1, 0);
             } else {
-                product(R, m, C, b->g, ldp, 1, x->a[i], m, b->r, m, -1, 1);
-                product(C, m, R, b->g, 1, ldp, in, m, b->d_a[i], m, -1, 1);
+                pairs_times_writes(C, G, m, b->g, ldp, x->a[i], b->r, -1, 1);
+                pairs_times_reads(C, G, m, b->g, ldp, in, b->d_a[i], -1, 1);
             }
-            product(C, k, R, b->p, 1, ldp, b->d_y, k, b->d_delta[i], k, -1, 1);
+            pairs_times_reads(C, G, k, b->p, ldp, b->d_y, b->d_delta[i], -1, 1);
         }
         if (i) EACH(e, R * m) b->d_y[e] = b->r[e] * b->read_slope[i][e];
         else token_gradient(job, R, b->r, q, b->d_tokens, d_q);
