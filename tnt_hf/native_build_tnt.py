@@ -151,13 +151,13 @@ def _key(flags: tuple[str, ...]) -> str:
 
 def _folder() -> Path:
     """Where libraries are kept: the user's cache, or a folder of this process where that is not the user's own."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tnt-hf"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tnt-hf"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
         if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # the latter without a home
         pass
     return _own_folder()
 

@@ -190,8 +190,8 @@ static I room_forward(const Job *job, Forward *f, real *arena) {
     f->x = take(&arena, (R + C) * job->widest);
     f->slope = take(&arena, (R + C) * job->widest);
     f->turned = take(&arena, job->largest + job->widest * job->ldp);
-    f->pairs = take(&arena, R * job->ldp);
-    f->p = take(&arena, R * job->ldp);
+    f->pairs = take(&arena, s->current ? R * job->ldp : 0);
+    f->p = take(&arena, s->current ? R * job->ldp : 0);
     f->more = take(&arena, R * job->widest);
     f->scaled = take(&arena, C * job->widest);
     f->h = take(&arena, R * job->widest);

@@ -55,7 +55,7 @@ static void backward_program(const Job *job, I p, Backward *b) {
                 memset(b->d_a[i], 0, C * m * sizeof(real));
                 memset(b->d_delta[i], 0, C * k * sizeof(real));
             }
-            memset(b->d_pairs, 0, R * job->ldp * sizeof(real));
+            if (s->current) memset(b->d_pairs, 0, R * job->ldp * sizeof(real));
             EACH(t, C) b->d_writes[t] = b->d_s_writes[t] = b->d_keep[t] = b->d_carry[t] = 0;
             if (!last || live) through_end(job, p, n, x, W, S, d_W, d_S, b);
             if (s->current) read_weights(job, n, x, b->pairs);

@@ -45,10 +45,11 @@ static I room_backward(const Job *job, Backward *b, real *arena) {
         b->d_xi[i] = take(&arena, m * k);
     }
     b->turned = take(&arena, job->largest + job->widest * job->ldp);
-    b->pairs = take(&arena, R * job->ldp);
-    b->p = take(&arena, R * job->ldp);
-    b->g = take(&arena, R * job->ldp);
-    b->d_pairs = take(&arena, R * job->ldp);
+    I pairs = s->current ? R * job->ldp : 0;
+    b->pairs = take(&arena, pairs);
+    b->p = take(&arena, pairs);
+    b->g = take(&arena, pairs);
+    b->d_pairs = take(&arena, pairs);
     b->d_y = take(&arena, R * job->widest);
     b->r = take(&arena, R * job->widest);
     b->more = take(&arena, (R + C) * job->widest);
@@ -56,7 +57,7 @@ static I room_backward(const Job *job, Backward *b, real *arena) {
     b->h = take(&arena, (R + C) * job->widest);
     b->inverse = take(&arena, R + C);
     b->d_tokens = take(&arena, s->quadratic ? (R + C) * s->tokens : 0);
-    b->dots = take(&arena, s->quadratic ? R * job->ldp : 0);
+    b->dots = take(&arena, s->quadratic ? pairs : 0);
     b->d_writes = take(&arena, C);
     b->d_s_writes = take(&arena, C);
     b->d_keep = take(&arena, C);
