@@ -130,6 +130,11 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def _load(place: Path) -> ctypes.CDLL:
+    with open("/proc/self/maps") as lines:  # torch's OpenMP, for whoever is loaded after it
+        loaded = {line.split()[-1] for line in lines}
+    for path in loaded:
+        if Path(path).name.startswith(("libgomp", "libiomp5")):
+            ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
     code = ctypes.CDLL(str(place), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     for function in (code.forward, code.backward):
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_double]

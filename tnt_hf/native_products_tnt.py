@@ -26,6 +26,9 @@ typedef double real;
 #elif defined(__AVX__)
 #define VB 32
 #define NB 2
+#elif defined(__aarch64__)
+#define VB 16
+#define NB 4
 #else
 #define VB 16
 #define NB 2

@@ -73,8 +73,10 @@ class NativeScan(torch.autograd.Function):
         plan, depth, saved = ctx.plan, ctx.depth, ctx.saved_tensors
         named, rest = dict(zip(INPUTS, saved)), saved[len(INPUTS) :]
         layers = dict(zip((*STATES, *TAPE), _split(rest, depth)))
-        # what the code adds to, or leaves alone for programs that a grid leaves out and behind an unread last chunk
-        d_inputs = {f"D_{x}": _zeros(named[x]) for x in INPUTS[INPUTS.index("QK") :]}
+        # zeros are what the code adds to, or leaves alone: programs that a grid leaves out, an unread last chunk
+        d_inputs = {f"D_{x}": _zeros(named[x]) for x in INPUTS[INPUTS.index("THETA") :]}
+        made = torch.empty_like if sum(plan.counts) == len(named["QK"]) else torch.zeros_like
+        d_inputs = {f"D_{x}": made(named[x]) for x in ("QK", "OFFSET")} | d_inputs
         d_states = {f"D_{x}": [_zeros(y) for y in layers[x]] for x in STATES}
         if named["S_CARRY"] is not None:
             d_states["D_S"] = [torch.zeros_like(w) for w in layers["W"]]
