@@ -165,6 +165,7 @@ import logging, sys, torch
 logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.INFO)
 from tnt_hf import native_build_tnt
 from tnt_hf.memory_tnt import memory_chunkwise
+# first
 x = torch.randn(1, 8, 1, 16, generator=torch.Generator().manual_seed(0))
 rest = torch.ones(1, 8, 1), [torch.eye(16)[None]]
 run = lambda how: memory_chunkwise(x, x, x, *rest, chunk_size=2, implementation=how)[0]
@@ -172,12 +173,11 @@ print("same", torch.allclose(run("auto"), run("chunk"), atol=1e-5), native_build
 """
 
 
-def elsewhere(cache: Path, **environment) -> str:
-    """What another process says that finds `cache` in place of the user's."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        capture_output=True, text=True, env={**os.environ, "XDG_CACHE_HOME": str(cache), **environment},
-    )  # fmt: skip
+def elsewhere(cache: Path, first: str = "", **environment) -> str:
+    """What another process says that finds `cache` in place of the user's. first: what it does after its imports."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), **environment}
+    command = [sys.executable, "-c", CODE.replace("# first", first)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -190,6 +190,13 @@ def test_without_a_compiler_it_is_torch_and_says_so_once(tmp_path, compiler):
     assert told.count("implementation='auto' runs 'chunk' on the CPU: ") == 1 and "same True" in told
     assert ("no C compiler was found" if compiler != "false" else "the C compiler failed") in told
     assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_without_room_for_it_it_is_torch(tmp_path):
+    """No file may grow beyond 0 bytes, as on a full disk."""
+    told = elsewhere(tmp_path, "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))")
+    assert told.count("implementation='auto' runs 'chunk' on the CPU: [Errno 27] File too large") == 1
+    assert "same True" in told and not list((tmp_path / "tnt-hf").iterdir())
 
 
 @needs_native

@@ -98,7 +98,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
     """Why there is no library for `dtype`, or `None` if there is one; compiles it where it has to."""
     try:
         library(dtype)
-    except Unavailable as reason:
+    except (Unavailable, OSError) as reason:  # the latter: no room on the disk, no /proc
         return str(reason)
     return None
 
