@@ -20,7 +20,8 @@ def once_differentiable(backward: Callable) -> Callable:
     def checked(ctx, *grads):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True: implementation='chunk' and 'triton' have first derivatives only; 'naive' has all"
+                "create_graph=True: implementation='chunk', 'native' and 'triton' have first derivatives only; 'naive' "
+                "has all"
             )
         return backward(ctx, *grads)
 
@@ -38,4 +39,6 @@ def check_transforms() -> None:
         RuntimeError: what calls this is no torch operation and cannot be transformed.
     """
     if transformed():
-        raise RuntimeError("torch.func: implementation='chunk' and 'triton' cannot be transformed; 'naive' can")
+        raise RuntimeError(
+            "torch.func: implementation='chunk', 'native' and 'triton' cannot be transformed; 'naive' can"
+        )
