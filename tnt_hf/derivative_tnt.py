@@ -20,8 +20,8 @@ def once_differentiable(backward: Callable) -> Callable:
     def checked(ctx, *grads):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True: implementation='chunk', 'native' and 'triton' have first derivatives only; 'naive' "
-                "has all"
+                "create_graph=True: implementation='chunk', 'native' and 'triton' have first derivatives only; "
+                "'naive' has all"
             )
         return backward(ctx, *grads)
 
