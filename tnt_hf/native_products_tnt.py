@@ -20,20 +20,25 @@ typedef float real;
 typedef double real;
 #endif
 
+/* Bytes of a vector, and the tiles of a product in rows and vectors: as many sums as there are registers for. Where
+   rows of A are neighbours in memory, a compiler loads them at once and then takes them apart: fewer, in long sums */
 #if defined(__AVX512F__)
 #define VB 64
-#define NB 4
+#define TILE 8, 2
+#define TURNED_TILE 4, 4
 #elif defined(__AVX__)
 #define VB 32
-#define NB 2
+#define TILE 4, 2
+#define TURNED_TILE 4, 2
 #elif defined(__aarch64__)
 #define VB 16
-#define NB 4
+#define TILE 8, 2
+#define TURNED_TILE 4, 4
 #else
 #define VB 16
-#define NB 2
+#define TILE 4, 2
+#define TURNED_TILE 4, 2
 #endif
-#define MB 4
 #define VL ((int)(VB / sizeof(real)))
 typedef real vec __attribute__((vector_size(VB), aligned(sizeof(real)), may_alias));
 typedef int64_t I;
@@ -44,7 +49,7 @@ typedef int64_t I;
 /* mb x nb vectors of O (+)= alpha A B */
 inline_ void tile(const int mb, const int nb, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo,
                   real alpha, int add) {
-    vec acc[MB][NB];
+    vec acc[8][4];
 #pragma GCC unroll 8
     for (int r = 0; r < mb; r++)
 #pragma GCC unroll 8
@@ -66,20 +71,24 @@ inline_ void tile(const int mb, const int nb, I K, const real *A, I as0, I as1, 
     }
 }
 
-inline_ void columns(const int nb, I M, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo,
-                     real alpha, int add) {
+/* mb rows at once as long as there are so many: with few columns it takes more of them to keep the processor busy */
+inline_ void columns(const int mb, const int nb, I M, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O,
+                     I ldo, real alpha, int add) {
     I m = 0;
-    for (; m + MB <= M; m += MB) tile(MB, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
+    for (; m + mb <= M; m += mb) tile(mb, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
+    if (mb > 4)
+        for (; m + 4 <= M; m += 4) tile(4, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
     for (; m + 2 <= M; m += 2) tile(2, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
     for (; m < M; m++) tile(1, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
 }
 
-/* O [M, N] = alpha A B, or += with `add`; A [M, K] of any strides, rows of B [K, N] and O contiguous */
-static void product(I M, I N, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo, real alpha,
-                    int add) {
+inline_ void tiled(const int mb, const int nb, I M, I N, I K, const real *A, I as0, I as1, const real *B, I ldb,
+                   real *O, I ldo, real alpha, int add) {
     I n = 0;
-    for (; n + NB * VL <= N; n += NB * VL) columns(NB, M, K, A, as0, as1, B + n, ldb, O + n, ldo, alpha, add);
-    for (; n + VL <= N; n += VL) columns(1, M, K, A, as0, as1, B + n, ldb, O + n, ldo, alpha, add);
+    for (; n + nb * VL <= N; n += nb * VL) columns(mb, nb, M, K, A, as0, as1, B + n, ldb, O + n, ldo, alpha, add);
+    if (nb > 2)
+        for (; n + 2 * VL <= N; n += 2 * VL) columns(mb, 2, M, K, A, as0, as1, B + n, ldb, O + n, ldo, alpha, add);
+    for (; n + VL <= N; n += VL) columns(8, 1, M, K, A, as0, as1, B + n, ldb, O + n, ldo, alpha, add);
     if (n < N)
         for (I m = 0; m < M; m++)
             for (I i = n; i < N; i++) {
@@ -87,6 +96,14 @@ static void product(I M, I N, I K, const real *A, I as0, I as1, const real *B, I
                 for (I k = 0; k < K; k++) x += A[m * as0 + k * as1] * B[k * ldb + i];
                 O[m * ldo + i] = (add ? O[m * ldo + i] : 0) + alpha * x;
             }
+}
+
+/* O [M, N] = alpha A B, or += with `add`; of A's [M, K] strides one is 1, rows of B [K, N] and O are contiguous */
+static void product(I M, I N, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo, real alpha,
+                    int add) {
+    if (as0 == 1 && K >= 32) tiled(TURNED_TILE, M, N, K, A, 1, as1, B, ldb, O, ldo, alpha, add);
+    else if (as0 == 1) tiled(TILE, M, N, K, A, 1, as1, B, ldb, O, ldo, alpha, add);
+    else tiled(TILE, M, N, K, A, as0, 1, B, ldb, O, ldo, alpha, add);
 }
 
 /* Products over pairs of a read and a write that comes no later: of C tokens with G reads each, BLOCK tokens at once,
