@@ -204,5 +204,5 @@ def _run(*command) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the C compiler failed: {error}") from None
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
-        raise Unavailable(f"the C compiler failed: {lines[0]}")
+        lines = [*done.stderr.splitlines(), f"exit status {done.returncode}"]
+        raise Unavailable(f"the C compiler failed: {next((x for x in lines if 'error' in x), lines[0])}")
