@@ -182,10 +182,10 @@ import sys
 sys.modules["triton"] = None  # what `import triton` finds where it is not installed
 import torch
 from tnt_hf.memory_tnt import memory_chunkwise
-x = torch.randn(1, 4, 1, 16)
+x = torch.nn.functional.normalize(torch.randn(1, 4, 1, 16), dim=-1)  # steps of longer keys blow rounding up
 weights = [torch.randn(1, 16, 16)]
 run = lambda how: memory_chunkwise(x, x, x, torch.ones(1, 4, 1), weights, chunk_size=2, implementation=how)
-assert torch.allclose(run("auto")[0], run("chunk")[0])
+assert torch.allclose(run("auto")[0], run("chunk")[0], atol=1e-5)
 try:
     run("triton")
 except ValueError as error:
