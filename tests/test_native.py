@@ -112,15 +112,19 @@ def test_neither_threads_nor_other_rows_change_a_bit():
 
 @needs_native
 def test_a_model_in_c_is_the_model_in_torch():
-    """Rounding apart: outputs, gradients and the tokens it generates."""
-    ids, logits, grads = tokens(2, 40), [], []
+    """Rounding apart: outputs, gradients and logits of tokens that are decoded one by one."""
+    ids, logits, grads, decoded = tokens(2, 40), [], [], []
     for how in ("chunk", "native"):
         model = tiny_model(memory_implementation=how)
         found = model(ids, labels=ids, use_cache=False)
         found.loss.backward()
         logits.append(found.logits)
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        settings = {"return_dict_in_generate": True, "output_logits": True, "use_cache": True}
+        found = model.eval().generate(ids, do_sample=False, min_new_tokens=9, max_new_tokens=9, **settings)
+        decoded.append(torch.stack(found.logits))
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(decoded[1], decoded[0], rtol=1e-4, atol=1e-5)
     assert (grads[1] - grads[0]).norm() <= 1e-5 * grads[0].norm()
 
 

@@ -231,7 +231,6 @@ class TNTMemory(nn.Module):
             value = self.config.memory_implementation
             sizes = wide(q.dtype), q.shape[-1], operands, q.shape[2] // k.shape[2]
             how = choose(FIELD, value, q.device, unsupported_projection, *sizes)
-            how = "chunk" if how == "native" else how
         tokens = (q.to(operands), k.to(operands)) if how == "triton" else (q, k)
         for interval in layout.intervals:
             query, projections[interval] = project_queries(

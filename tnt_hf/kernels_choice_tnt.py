@@ -29,14 +29,14 @@ def _report(field: str, reason: str) -> None:
 
 def choose(field: str, value: str, device: torch.device, unsupported: Callable[..., str | None], *operands) -> str:
     """The implementation that `value` of `field` stands for: "auto" is "triton" on CUDA where that can run, else
-    "chunk" (on CUDA it says why, once). `unsupported(device, *operands)` is one of those below. What the CPU runs,
-    `native_build_tnt.runs_native` says.
+    "chunk" (on CUDA it says why, once). `unsupported(device, *operands)` is one of those below. "native" is "chunk"
+    here: whether chunks run in C, `native_build_tnt.runs_native` says, and all else is torch beside it.
 
     Raises:
         ValueError: "triton" where it cannot run, with the reason.
     """
     if value not in ("auto", "triton") or (value == "auto" and device.type != "cuda"):
-        return "chunk" if value == "auto" else value
+        return "chunk" if value in ("auto", "native") else value
     reason = unsupported(device, *operands)
     if reason is None:
         return "triton"

@@ -266,7 +266,7 @@ def memory_chunkwise(
         "keep_loss": output_surprise,
         "layernorm": None if layernorm is None else [x.to(dtype)[:, None] for x in layernorm[:2]],
         "triton": implementation == "triton",
-        "native": asked if implementation != "triton" and asked in ("auto", "native") else None,
+        "native": asked if implementation == "chunk" and asked in ("auto", "native") else None,
         "projection": projection,
     }
     tokens = operands if implementation == "triton" and not INTERPRETED else dtype  # it is wrong for bfloat16

@@ -95,10 +95,8 @@ class TNTMemoryUnit(nn.Module):
         how = choose(FIELD, value, q.device, unsupported_scan, *memory)
         if how == "triton":
             tokens = (x.to(operands) for x in tokens)
-        elif value == "native":
-            runs_native(FIELD, value, weights, tokens)
-        elif q.device.type == "cpu":
-            how = value
+        elif value == "native" and runs_native(FIELD, value, weights, tokens) or q.device.type == "cpu":
+            how = value  # what runs "chunk" on the CPU is decided there
         layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)
         o, *result = memory_chunkwise(
             *tokens,
