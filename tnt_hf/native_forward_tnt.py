@@ -15,8 +15,6 @@ typedef struct {
     I width[];
 } Shape;
 
-#define MAX_LAYERS 8
-
 typedef struct {
     const Shape *s;
     void *const *t;
@@ -32,12 +30,11 @@ typedef struct {
 
 /* What the inner gradient of one chunk is made of. */
 typedef struct {
-    const real *z[MAX_LAYERS], *grad_act[MAX_LAYERS]; /* of hidden layers: products, and dl/da behind them */
-    const real *a[MAX_LAYERS];                        /* [C, d_in] */
+    const real *a[MAX_LAYERS]; /* [C, d_in], of the tokens or in own_a */
     real *own_a[MAX_LAYERS], *delta[MAX_LAYERS], *slope[MAX_LAYERS], *bend[MAX_LAYERS];
-    real *error, *h, *inverse, *u;            /* [C, V], [C] */
-    real *shrink, *writes, *s_writes;         /* [C]: of g_i, how much is kept, goes to W_C and goes to S_C */
-    real *size, *size_a, *size_delta;         /* of |g_i| / bound; [C], [L, C] */
+    real *error, *h, *inverse, *u;     /* [C, V], [C] */
+    real *shrink, *writes, *s_writes;  /* [C]: of g_i, how much is kept, goes to W_C and goes to S_C */
+    real *size, *size_a, *size_delta;  /* of |g_i| / bound; [C], [L, C] */
 } Inner;
 
 inline_ real *take(real **arena, I n) {
@@ -167,7 +164,7 @@ static void write_chunk(const Job *job, I p, I n, const Inner *x, real *const *W
 
 typedef struct {
     Inner inner;
-    real *W[MAX_LAYERS], *S[MAX_LAYERS], *xi[MAX_LAYERS];
+    real *W[MAX_LAYERS], *S[MAX_LAYERS];
     real *z[MAX_LAYERS], *grad_act[MAX_LAYERS], *y[MAX_LAYERS], *q, *x, *slope, *turned, *pairs, *p, *more, *scaled;
     real *h, *inverse;
 } Forward;
@@ -181,7 +178,6 @@ static I room_forward(const Job *job, Forward *f, real *arena) {
         I size = s->width[i] * s->width[i + 1];
         f->W[i] = take(&arena, size);
         f->S[i] = take(&arena, size);
-        f->xi[i] = take(&arena, size);
         f->z[i] = take(&arena, C * s->width[i + 1]);
         f->y[i] = take(&arena, R * s->width[i + 1]);
         f->grad_act[i] = i ? take(&arena, C * s->width[i]) : 0;
@@ -277,13 +273,12 @@ static void forward_program(const Job *job, I p, Forward *f) {
             I m = s->width[i], k = s->width[i + 1];
             real *z = taped && (i < L - 1 || TENSOR(GAIN)) ? LAYER(Z_KEY_, i) + n * C * k : f->z[i];
             product(C, k, m, x->a[i], m, 1, start[i], k, z, k, 1, 0);
-            x->z[i] = z;
             if (i < L - 1) {
                 activate(s->gelu, C * k, z, x->own_a[i + 1], x->slope[i + 1], 0, 0);
                 x->a[i + 1] = x->own_a[i + 1];
             }
         }
-        top_gradient(job, p, n, x->z[L - 1], 0, x);
+        top_gradient(job, p, n, taped && TENSOR(GAIN) ? LAYER(Z_KEY_, L - 1) + n * C * V : f->z[L - 1], 0, x);
         if (taped && !TENSOR(GAIN)) memcpy(LAYER(Z_KEY_, L - 1) + n * C * V, x->error, C * V * sizeof(real));
         for (I i = L - 1; i > 0; i--) {
             I m = s->width[i], k = s->width[i + 1];
@@ -296,12 +291,11 @@ static void forward_program(const Job *job, I p, Forward *f) {
         if (s->current) read_weights(job, n, x, f->pairs);
         EACH(i, L) { /* the reads */
             I k = s->width[i + 1];
-            real *out = i == L - 1 ? TENSOR(O) + n * R * V : f->y[i];
+            real *out = i == L - 1 ? TENSOR(O) + n * R * V : f->x;
             real *z = taped && LAYER(Z_READ_, i) ? LAYER(Z_READ_, i) + n * R * k : out;
             read_layer(job, p, n, i, in, f, s->current ? f->W : start, S, z);
             if (i < L - 1) {
-                activate(s->gelu, R * k, z, f->x, f->slope, 0, 0);
-                memcpy(f->y[i], f->x, R * k * sizeof(real));
+                activate(s->gelu, R * k, z, f->y[i], f->slope, 0, 0);
                 in = f->y[i];
             } else if (TENSOR(GAIN)) {
                 const real *gain = TENSOR(GAIN) + p * V, *bias = TENSOR(BIAS) + p * V;

@@ -90,9 +90,9 @@ static Job job_of(const Shape *s, void *const *t, double eps, double bound) {
     job.slots = s->stride ? (s->steps + s->stride - 1) / s->stride : 0;
     EACH(i, s->L + 1) {
         if (s->width[i] > job.widest) job.widest = s->width[i];
-        if (s->tokens > job.widest) job.widest = s->tokens;
         if (i && s->width[i] * s->width[i - 1] > job.largest) job.largest = s->width[i] * s->width[i - 1];
     }
+    if (s->tokens > job.widest) job.widest = s->tokens;
     if (job.ldp > job.widest) job.widest = job.ldp;
     return job;
 }
@@ -105,41 +105,26 @@ static Job job_of(const Shape *s, void *const *t, double eps, double bound) {
 #define RESTORE
 #endif
 
-int forward(const Shape *s, void *const *t, double eps, double bound) {
-    Job job = job_of(s, t, eps, bound);
-    int failed = 0;
-#pragma omp parallel num_threads(s->threads)
-    {
-        Forward f;
-        real *arena = aligned_alloc(64, (room_forward(&job, &f, 0) * sizeof(real) / 64 + 1) * 64);
-        FLUSH;
-        if (arena) room_forward(&job, &f, arena);
-#pragma omp for schedule(dynamic)
-        for (I p = 0; p < s->programs; p++)
-            if (arena) forward_program(&job, p, &f);
-            else failed = 1;
-        free(arena);
-        RESTORE;
+/* Every thread runs programs in a room of its own. */
+#define RUN(name, Room)                                                                                              \
+    int name(const Shape *s, void *const *t, double eps, double bound) {                                             \
+        Job job = job_of(s, t, eps, bound);                                                                          \
+        int failed = 0;                                                                                              \
+        _Pragma("omp parallel num_threads(s->threads)") {                                                            \
+            Room room;                                                                                               \
+            real *arena = aligned_alloc(64, (room_##name(&job, &room, 0) * sizeof(real) / 64 + 1) * 64);             \
+            FLUSH;                                                                                                   \
+            if (arena) room_##name(&job, &room, arena);                                                              \
+            _Pragma("omp for schedule(dynamic)") for (I p = 0; p < s->programs; p++) {                               \
+                if (arena) name##_program(&job, p, &room);                                                           \
+                else failed = 1;                                                                                     \
+            }                                                                                                        \
+            free(arena);                                                                                             \
+            RESTORE;                                                                                                 \
+        }                                                                                                            \
+        return failed;                                                                                               \
     }
-    return failed;
-}
 
-int backward(const Shape *s, void *const *t, double eps, double bound) {
-    Job job = job_of(s, t, eps, bound);
-    int failed = 0;
-#pragma omp parallel num_threads(s->threads)
-    {
-        Backward b;
-        real *arena = aligned_alloc(64, (room_backward(&job, &b, 0) * sizeof(real) / 64 + 1) * 64);
-        FLUSH;
-        if (arena) room_backward(&job, &b, arena);
-#pragma omp for schedule(dynamic)
-        for (I p = 0; p < s->programs; p++)
-            if (arena) backward_program(&job, p, &b);
-            else failed = 1;
-        free(arena);
-        RESTORE;
-    }
-    return failed;
-}
+RUN(forward, Forward)
+RUN(backward, Backward)
 """

@@ -14,7 +14,7 @@ typedef struct {
     real *d_a[MAX_LAYERS], *d_delta[MAX_LAYERS], *left[MAX_LAYERS], *right[MAX_LAYERS], *read_slope[MAX_LAYERS];
     real *turned_W[MAX_LAYERS], *turned, *pairs, *p, *g, *d_pairs, *d_y, *r, *more, *scaled, *h, *inverse;
     real *d_tokens, *dots; /* of q and k, past their products */
-    real *d_writes, *d_s_writes, *d_keep, *d_carry, *d_xi[MAX_LAYERS];
+    real *d_writes, *d_s_writes, *d_keep, *d_carry;
 } Backward;
 
 static I room_backward(const Job *job, Backward *b, real *arena) {
@@ -42,7 +42,6 @@ static I room_backward(const Job *job, Backward *b, real *arena) {
         b->right[i] = take(&arena, (R + 2 * C) * k);
         b->read_slope[i] = take(&arena, R * m);
         b->turned_W[i] = take(&arena, m * k);
-        b->d_xi[i] = take(&arena, m * k);
     }
     b->turned = take(&arena, job->largest + job->widest * job->ldp);
     I pairs = s->current ? R * job->ldp : 0;
@@ -85,12 +84,9 @@ static void rebuild(const Job *job, I p, I n, Inner *x) {
     write_weights(job, n, x);
 }
 
-/* y += x scale_t per row of n */
-inline_ void add_scaled(I rows, I n, const real *scale, const real *x, real *y, real sign) {
-    EACH(t, rows) {
-        real by = sign * scale[t];
-        EACH(i, n) y[t * n + i] += by * x[t * n + i];
-    }
+/* y -= x scale_t per row of n */
+inline_ void subtract_scaled(I rows, I n, const real *scale, const real *x, real *y) {
+    EACH(t, rows) EACH(i, n) y[t * n + i] -= scale[t] * x[t * n + i];
 }
 
 /* Through -sum_i weight_i a_i^T delta_i of layer i, in a state whose gradient is d */
@@ -100,10 +96,10 @@ static void through_writes(const Job *job, I i, const real *d, const Inner *x, c
     I C = s->C, m = s->width[i], k = s->width[i + 1];
     product(C, k, m, x->a[i], m, 1, d, k, b->more, k, 1, 0);
     EACH(t, C) d_weight[t] -= dot(k, b->more + t * k, x->delta[i] + t * k);
-    add_scaled(C, k, weight, b->more, b->d_delta[i], -1);
+    subtract_scaled(C, k, weight, b->more, b->d_delta[i]);
     transpose(m, k, d, b->turned, m);
     product(C, m, k, x->delta[i], k, 1, b->turned, m, b->more, m, 1, 0);
-    add_scaled(C, m, weight, b->more, b->d_a[i], -1);
+    subtract_scaled(C, m, weight, b->more, b->d_a[i]);
 }
 
 /* The state behind the chunk. d_W, d_S: its gradient, which becomes that of the state before it (but for the rest) */
@@ -151,7 +147,7 @@ static void token_gradient(const Job *job, I rows, const real *grad, const real 
     }
 }
 
-/* Through the reads: leaves x and (scaled) d_y in left and right, d q in d_q. W: what they read. */
+/* Through the reads of weights that are `turned_W`: leaves x and (scaled) d_y in left and right, d q in d_q. */
 static void through_reads(const Job *job, I p, I n, const Inner *x, real *const *S, real *const *d_S,
                           real *d_q, Backward *b) {
     const Shape *s = job->s;
