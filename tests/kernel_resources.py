@@ -74,9 +74,10 @@ def local(
         net = Net("silu", False, 1e-6)
         widths = (width, width * expansion if depth == 2 else width, width)
         rows, blocks = Shape.split(chunk_size)
-        shape = Shape(rows, blocks, groups, widths, depth, net, momentum, bound, operands)
+        shape = Shape(rows, blocks, groups, widths, depth, net, momentum, momentum or decay, bound, operands)
         absent = {"loss", "end", "x_end", "d_x_end"}
         for used, names in (
+
             (carried, "x d_x"), (norm, "gain bias d_gain d_bias"), (momentum or decay, "c d_c"),
             (not (momentum or decay), "d_theta"), (decay, "A d_A target d_target"),
             (momentum, "D s_end m_end d_D d_s_end d_m_end"),
@@ -86,8 +87,10 @@ def local(
         tokens = "*bf16" if operands == torch.bfloat16 else "*fp32"
         types = dict.fromkeys(("q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v"), tokens)
         types |= dict.fromkeys(("starts", "lengths"), "*i32")
-        types |= dict.fromkeys(("state_stride", "kept_stride", "first", "last", "every"), "i32")
+        types |= dict.fromkeys(("B", "T", "S", "H", "state_stride", "kept_stride", "first", "last", "every"), "i32")
         types |= dict.fromkeys(("bound", "eps"), "fp32")
+        if kernel is reverse_kernel and shape.states == torch.bfloat16:
+            types |= {"kept": tokens, "x": tokens}
         constants = {**shape.constants, **dict.fromkeys(absent)}
         room = SHARED_BYTES[target.arch]
         generation = patch.object(kernels_tnt, "generation", lambda device: target.arch // 10)

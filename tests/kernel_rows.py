@@ -48,6 +48,7 @@ TOKENS = dict.fromkeys(
     "*bf16",
 )
 NUMBERS = dict.fromkeys(("C", "T", "row_stride", "R", "H", "tiles", "interval", "splits", "rest"), "i32")
+NUMBERS |= dict.fromkeys(("first", "P", "B", "S"), "i32")
 NUMBERS |= dict.fromkeys(("read_splits", "write_splits", "written"), "i32") | dict.fromkeys(("eps", "bound"), "fp32")
 TYPES = {**TOKENS, **NUMBERS, "starts": "*i32", "lengths": "*i32", "time": "*i64", "ids": "*i64", "present": "*i8"}
 
@@ -86,7 +87,7 @@ def chunk(name: str, expansion=1, depth=2, momentum=False, forgetting=False, nor
     """The global memory's kernels, in a model that trains."""
     large, size = expansion > 1 or norm, D * D * expansion
     net = {"K": D, "E": D * expansion, "V": D, "L": depth, "ACT": "silu", "RESIDUAL": False, "NORM": norm}
-    net |= {"DT": DT, "MOMENTUM": momentum, "BOUND": bound, "LOSS": False}
+    net |= {"G": 1, "DT": DT, "MOMENTUM": momentum, "BOUND": bound, "LOSS": False}
     state = {"size": size, "BLOCK": 1024, "FORGET": "init" if forgetting else "none", "MOMENTUM": momentum}
     back = (WRITE_REVERSE_ROWS_MOMENTUM if momentum else WRITE_REVERSE_ROWS)[large]
     return {

@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 import torch
 from interpreter import run_cases
+from test_kernels_local import cast, outcome
+from test_kernels_local import triton as triton_op
+from test_memory import make_inputs
 from tiny import tiny_model
 
 from tnt_hf.kernels_local_tnt import forward_kernel
+from tnt_hf.memory_tnt import memory_naive
 from tnt_hf.recipes.benchmarks import kernels_gpu
 
 
@@ -75,6 +79,17 @@ def case_of_the_script_for_a_gpu(name, kind, request):
     found = checked(name, getattr(torch, kind), tokens=192)
     assert all(error <= limit for error, limit in zip(found, kernels_gpu.LIMITS[kind], strict=True)), found
     assert request.config.driver.instructions.total() > before
+
+
+def case_a_carried_state_in_bfloat16():
+    """Inside of a chunk, whose W_xi the backward needs beside W: as near to float64 as a memory that starts anew."""
+    rounded = make_inputs(T=40, H=2, K=64, V=64, hidden=64, dtype=torch.float32)
+    rounded[0][:3] = [x.bfloat16() for x in rounded[0][:3]]
+    settings = {"chunk_size": 16, "split": [11, 29]}
+    want = outcome(memory_naive, *cast(rounded, torch.float64), **settings)
+    got = outcome(triton_op, *rounded, **settings)
+    for name, x in want.items():
+        assert (got[name] - x).norm() < 2e-2 * x.norm(), name
 
 
 def case_tensor_cores_multiply_bfloat16_as_it_is():

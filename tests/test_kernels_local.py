@@ -84,6 +84,18 @@ CASES = {
     "a chunk of several blocks": ({"T": 100}, {"chunk_size": 64}),
     "128-token chunks in odd pieces": ({"T": 130, **GATES}, {"chunk_size": 128, "split": [70, 60]}),
     "a chunk entered in its middle": ({"T": 24}, {"chunk_size": 8, "split": [5, 6, 13]}),
+    # in the batch's own layout, where a program's tokens are H rows apart and the last one has fewer
+    "two rows in shards": ({"B": 2, "H": 2, "G": 2, "T": 22}, {"chunk_size": 4, "reset_interval": 8}),
+    "two rows with gates": ({"B": 2, "H": 2, "T": 22, **GATES}, {"chunk_size": 4, "reset_interval": 8}),
+    "two rows in blocks": ({"B": 2, "H": 2, "T": 70}, {"chunk_size": 64}),
+    "two rows, read where chunks start": (
+        {"B": 2, "H": 2, "G": 2, "T": 22, **GATES},
+        {"chunk_size": 8, "reset_interval": 16, "read": "chunk_start", "grad_bound": 0.3},
+    ),
+    "two rows, projected": (
+        {"B": 2, "H": 2, "G": 2, "T": 22},
+        {"chunk_size": 4, "reset_interval": 8, "query_projection": "shard"},
+    ),
     "padding, documents and resets": (
         {"B": 2, "T": 24, "momentum": True},
         {

@@ -382,8 +382,8 @@ def test_flash_attention(name):
     g = torch.randn_like(expected)
     pairs = zip(torch.autograd.grad(found, (q, k, v), g.to(found)), torch.autograd.grad(expected, exact, g))
     for x, y in [(found, expected), *pairs]:
-        error = (x.double().cpu() - y).norm() / y.norm()
-        assert error < 1e-2  # bfloat16 holds 3 digits
+        size = y.norm() if y.any() else g.norm()  # a token that sees itself alone moves with its value alone
+        assert (x.double().cpu() - y).norm() < 1e-2 * size  # bfloat16 holds 3 digits
 
 
 @pytest.mark.parametrize("flash", [False, True], ids=["no FlashAttention", "FlashAttention, which has none"])

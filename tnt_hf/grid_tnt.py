@@ -42,6 +42,12 @@ class Grid(NamedTuple):
     tokens: Tensor | None
     padded: bool
 
+    def dense(self, H: int) -> tuple[int, int, int, int]:
+        """Where kernels find a dense grid's tokens in `[B, T, H]` rows: B, T, tokens of a shard and H. No copy brings
+        them into the order of the programs, which is by shard, batch row and head."""
+        (B, T, C), shards = self.size, self.rows // self.size[0]
+        return B, T, len(self.counts) * C if shards > 1 else T, H
+
     def gather_rows(self, *parts: Tensor) -> Tensor:
         """A dense grid's [B, T, H, G, K] each -> [N H, C G of all parts, K]: a chunk's rows of the first part, then of
         the next."""

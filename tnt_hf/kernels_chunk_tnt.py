@@ -2,6 +2,7 @@
 
 Axis legend
     P programs: grid rows x memory heads   N chunks of all programs   C tokens per chunk   R = C G query rows
+    B batch   T tokens   S tokens between resets   H memory heads: with them q, k, v and o are `[B, T, H (G), D]`
     L layers (1 or 2)   K key, E hidden, V value width (a single layer has E = V)
     a program of the kernels: one chunk and one of its splits, which runs through `tiles` tiles of BR rows
 
@@ -14,6 +15,8 @@ r_i = min(1, bound / |g_i|), |g_i|^2 = sum_l |a_{l-1,i}|^2 |delta_{l,i}|^2. Trav
 from __future__ import annotations
 
 from .kernels_parts_tnt import (
+    PLACES,
+    chunk_place,
     curve,
     dot,
     dot_exact,
@@ -30,40 +33,44 @@ from .kernels_parts_tnt import (
 )
 
 
-@jit
+@jit(do_not_specialize=PLACES)
 def read(
-    q, w1, w2, gain, bias, o, eps, R, tiles, K: tl.constexpr, E: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    BR: tl.constexpr, ACT: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, DT: tl.constexpr,
+    q, w1, w2, gain, bias, o, eps, P, B, T, S, H, C, tiles, G: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
     """o `[N, R, V]` = f(W, q `[N, R, K]`) with each chunk's weights, and gain and bias `[N, V]` of a LayerNorm."""
     chunk, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * tiles
+    begin, step, tokens = chunk_place(chunk, C, P, B, T, S, H)
     x, y, h = tl.arange(0, K), tl.arange(0, V), tl.arange(0, E)
     W1 = load(w1, chunk * K + x, x < K, h, E).to(DT)
     if L == 2:
         W2 = load(w2, chunk * E + h, h < E, y, V).to(DT)
     for i in range(tiles):
-        row = (first + i) * BR + tl.arange(0, BR)
-        X = load(q, chunk * R + row, row < R, x, K)
+        r = (first + i) * BR + tl.arange(0, BR)
+        row, inside = (begin + r // G * step) * G + r % G, r < tokens * G
+        X = load(q, row, inside, x, K)
         out = dot(X, W1, DT)
         if L == 2:
             out = dot(phi(out, ACT), W2, DT)
         if NORM:
-            out, _ = standardise(out, row < R, eps, V)
+            out, _ = standardise(out, inside, eps, V)
             out = out * tl.load(gain + chunk * V + y) + tl.load(bias + chunk * V + y)
         if RESIDUAL:
             out += X.to(tl.float32)
-        store(o, chunk * R + row, row < R, y, out, V)
+        store(o, row, inside, y, out, V)
 
 
-@jit
+@jit(do_not_specialize=PLACES)
 def read_reverse(
-    q, w1, w2, gain, d_o, d_q, d_w1, d_w2, d_gain, d_bias, eps, R, tiles, K: tl.constexpr, E: tl.constexpr,
-    V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-    DT: tl.constexpr,
+    q, w1, w2, gain, d_o, d_q, d_w1, d_w2, d_gain, d_bias, eps, P, B, T, S, H, C, tiles, G: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr,
+    RESIDUAL: tl.constexpr, NORM: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `read`: d_q, and each split's share of the weights' and the LayerNorm's `[N, splits, ...]`."""
     chunk, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = chunk * tl.num_programs(1) + split
+    begin, step, tokens = chunk_place(chunk, C, P, B, T, S, H)
     x, y, h = tl.arange(0, K), tl.arange(0, V), tl.arange(0, E)
     W1 = load(w1, chunk * K + x, x < K, h, E).to(DT)
     d_W1 = tl.zeros([K, E], tl.float32)
@@ -73,8 +80,9 @@ def read_reverse(
     if NORM:
         d_G, d_B = tl.zeros([V], tl.float32), tl.zeros([V], tl.float32)
     for i in range(tiles):
-        row = (split * tiles + i) * BR + tl.arange(0, BR)
-        X, d_out = load(q, chunk * R + row, row < R, x, K), load(d_o, chunk * R + row, row < R, y, V)
+        r = (split * tiles + i) * BR + tl.arange(0, BR)
+        row, inside = (begin + r // G * step) * G + r % G, r < tokens * G
+        X, d_out = load(q, row, inside, x, K), load(d_o, row, inside, y, V)
         d_z = d_out.to(tl.float32)
         if L == 2 or NORM:
             z = dot(X, W1, DT)
@@ -82,7 +90,7 @@ def read_reverse(
             out = z
             if L == 2:
                 out = dot(phi(z, ACT), W2, DT)
-            unit, inverse = standardise(out, row < R, eps, V)
+            unit, inverse = standardise(out, inside, eps, V)
             d_G += tl.sum(d_z * unit, 0)
             d_B += tl.sum(d_z, 0)
             d_z = through_standardise(d_z * tl.load(gain + chunk * V + y), unit, inverse, V)
@@ -93,7 +101,7 @@ def read_reverse(
         d_X = dot(d_z, tl.trans(W1), DT)
         if RESIDUAL:
             d_X += d_out.to(tl.float32)
-        store(d_q, chunk * R + row, row < R, x, d_X, K)
+        store(d_q, row, inside, x, d_X, K)
     store(d_w1, part * K + x, x < K, h, d_W1, E)
     if L == 2:
         store(d_w2, part * E + h, h < E, y, d_W2, V)
@@ -102,16 +110,18 @@ def read_reverse(
         tl.store(d_bias + part * V + y, d_B)
 
 
-@jit
+@jit(do_not_specialize=PLACES)
 def write_sums(
-    k, v, w1, w2, gain, bias, c, s, loss, sum1, sum2, sum1_S, sum2_S, eps, bound, C, tiles, K: tl.constexpr,
-    E: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr, RESIDUAL: tl.constexpr,
-    NORM: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr, LOSS: tl.constexpr, DT: tl.constexpr,
+    k, v, w1, w2, gain, bias, c, s, loss, sum1, sum2, sum1_S, sum2_S, eps, bound, first, P, B, T, S, H, C, tiles,
+    K: tl.constexpr, E: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr,
+    RESIDUAL: tl.constexpr, NORM: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr, LOSS: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
     """Each split's share of sum_i c_i g_i and, with momentum, of sum_i s_i g_i: `[P, splits, d_in, d_out]` per layer;
-    `loss` `[P, C]` before the write."""
+    `loss` `[P, C]` before the write. k and v are of all chunks, from `first` on; all else is of these."""
     p, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = p * tl.num_programs(1) + split
+    begin, step, tokens = chunk_place(first + p, C, P, B, T, S, H)
     x, y, h = tl.arange(0, K), tl.arange(0, V), tl.arange(0, E)
     W1 = load(w1, p * K + x, x < K, h, E).to(DT)
     G1 = tl.zeros([K, E], tl.float32)
@@ -123,10 +133,10 @@ def write_sums(
         if L == 2:
             G2_S = tl.zeros([E, V], tl.float32)
     for i in range(tiles):
-        row = (split * tiles + i) * BR + tl.arange(0, BR)
-        token, inside = p * C + row, row < C
-        X = load(k, token, inside, x, K)
-        e = -load(v, token, inside, y, V).to(tl.float32)
+        r = (split * tiles + i) * BR + tl.arange(0, BR)
+        token, row, inside = p * C + r, begin + r * step, r < tokens
+        X = load(k, row, inside, x, K)
+        e = -load(v, row, inside, y, V).to(tl.float32)
         if RESIDUAL:
             e += X.to(tl.float32)
         z = dot(X, W1, DT)
@@ -174,17 +184,19 @@ def write_sums(
             store(sum2_S, part * E + h, h < E, y, G2_S, V)
 
 
-@jit
+@jit(do_not_specialize=PLACES)
 def write_reverse(
-    k, v, w1, w2, gain, bias, c, s, g1, g2, g1_S, g2_S, d_k, d_v, d_c, d_s, d_w1, d_w2, d_gain, d_bias, eps, bound, C,
-    tiles, K: tl.constexpr, E: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr,
-    RESIDUAL: tl.constexpr, NORM: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr, DT: tl.constexpr,
+    k, v, w1, w2, gain, bias, c, s, g1, g2, g1_S, g2_S, d_k, d_v, d_c, d_s, d_w1, d_w2, d_gain, d_bias, eps, bound,
+    first, P, B, T, S, H, C, tiles, K: tl.constexpr, E: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    BR: tl.constexpr, ACT: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, MOMENTUM: tl.constexpr,
+    BOUND: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a chunk's update with respect to what it was computed from, given those of the weights (g) and
     the momentum (g_S) behind it, `[P, d_in, d_out]`; `[P, splits, ...]` is each split's share of those of W_xi (d_w)
     and of the LayerNorm."""
     p, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = p * tl.num_programs(1) + split
+    begin, step, tokens = chunk_place(first + p, C, P, B, T, S, H)
     x, y, h = tl.arange(0, K), tl.arange(0, V), tl.arange(0, E)
     W1, behind1 = load(w1, p * K + x, x < K, h, E).to(DT), load(g1, p * K + x, x < K, h, E).to(DT)
     d_W1 = tl.zeros([K, E], tl.float32)
@@ -198,10 +210,10 @@ def write_reverse(
     if NORM:
         d_G, d_B = tl.zeros([V], tl.float32), tl.zeros([V], tl.float32)
     for i in range(tiles):
-        row = (split * tiles + i) * BR + tl.arange(0, BR)
-        token, inside = p * C + row, row < C
-        X = load(k, token, inside, x, K)
-        e = -load(v, token, inside, y, V).to(tl.float32)
+        r = (split * tiles + i) * BR + tl.arange(0, BR)
+        token, row, inside = p * C + r, begin + r * step, r < tokens
+        X = load(k, row, inside, x, K)
+        e = -load(v, row, inside, y, V).to(tl.float32)
         if RESIDUAL:
             e += X.to(tl.float32)
         z = dot_exact(X, W1, DT)
@@ -301,8 +313,8 @@ def write_reverse(
         d_X += dot_exact(d_z, tl.trans(W1), DT)
         if RESIDUAL:
             d_X += d_e
-        store(d_k, token, inside, x, d_X, K)
-        store(d_v, token, inside, y, -d_e, V)
+        store(d_k, row, inside, x, d_X, K)
+        store(d_v, row, inside, y, -d_e, V)
     store(d_w1, part * K + x, x < K, h, d_W1, E)
     if L == 2:
         store(d_w2, part * E + h, h < E, y, d_W2, V)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .derivative_tnt import once_differentiable
 from .kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
-from .kernels_parts_tnt import REGISTERS, SM_80, SM_90, generation, operand, rows_of_tile, shared_memory
+from .kernels_parts_tnt import NOWHERE, REGISTERS, SM_80, SM_90, generation, operand, rows_of_tile, shared_memory
 
 
 PROGRAMS = 264  # to be had by splitting chunks, where there are fewer: two for every processor of an H200
@@ -40,8 +40,9 @@ def _operand_bytes(q: Tensor, weights: list[Tensor]) -> int:
 
 
 class TritonGlobal(torch.autograd.Function):
-    """`reverse_tnt.ChunkScan` for reads at the chunk's start: the same arguments, results and gradients. q, k, v in
-    float32 or bfloat16 are the operands, all else is float32."""
+    """`reverse_tnt.ChunkScan` for reads at the chunk's start: the same arguments, results and gradients; with
+    `plan.dense` q, k, v and o are `[B, T, heads, D]`. q, k, v in float32 or bfloat16 are the operands, all else is
+    float32."""
 
     @staticmethod
     def forward(ctx, plan, depth, q, k, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
@@ -197,10 +198,12 @@ class _Chunks:
 
     def __init__(self, plan, q: Tensor, k: Tensor, v: Tensor, ends: _Ends, W: list[Tensor], target, norm):
         self.q, self.k, self.v, self.ends, self.W = q.contiguous(), k.contiguous(), v.contiguous(), ends, W
-        self.used, self.target = sum(plan.counts) == len(q), target or W
+        self.N, self.C = ends.weight.shape
+        self.used, self.target = sum(plan.counts) == self.N, target or W
+        self.place, self.groups = (plan.counts[0], *(plan.dense or NOWHERE)), plan.groups
         self.bound, self.eps = plan.bound or 0.0, plan.net.eps
         self.net = {
-            "K": q.shape[2], "E": W[0].shape[2], "V": v.shape[2], "L": len(W), "ACT": plan.net.activation,
+            "K": q.shape[-1], "E": W[0].shape[2], "V": v.shape[-1], "L": len(W), "ACT": plan.net.activation,
             "RESIDUAL": plan.net.residual, "NORM": norm is not None, "DT": operand(q.dtype),
         }  # fmt: skip
         room, half = shared_memory(q.device), q.dtype == torch.bfloat16
@@ -224,7 +227,7 @@ class _Chunks:
 
     def blank(self, like: list[Tensor]) -> list[Tensor]:
         """[N, ...] for what chunks keep of `like` [P, ...]; chunks that no program of a dense grid uses are 0."""
-        return [(x.new_empty if self.used else x.new_zeros)(len(self.q), *x.shape[1:]) for x in like]
+        return [(x.new_empty if self.used else x.new_zeros)(self.N, *x.shape[1:]) for x in like]
 
     def _shares(self, chunks: int, splits: int) -> tuple[list[Tensor], list[Tensor]]:
         """Room for the splits' shares of sums over tokens: of weights, and of the LayerNorm's two vectors."""
@@ -238,36 +241,37 @@ class _Chunks:
         return each, {"size": size, "BLOCK": min(size, 1024), **self.state}
 
     def read(self, starts: list[Tensor]) -> Tensor:
-        """f(W, q) of all chunks, `[N, C G, V]`."""
-        N, R, _ = self.q.shape
-        shape, o = spread(R, N, READ_ROWS[self.large]), self.q.new_empty(N, R, self.net["V"])
-        read[(N, shape.splits)](
-            self.q, starts[0], starts[-1], *self.spread_norm, o, self.eps, R, shape.tiles, BR=shape.rows, **self.net,
-            **self.launch_read,
+        """f(W, q) of all chunks, `[N, C G, V]`, or as q has it."""
+        shape = spread(self.C * self.groups, self.N, READ_ROWS[self.large])
+        o = self.q.new_empty(*self.q.shape[:-1], self.net["V"])
+        read[(self.N, shape.splits)](
+            self.q, starts[0], starts[-1], *self.spread_norm, o, self.eps, *self.place, self.C, shape.tiles,
+            self.groups, BR=shape.rows, **self.net, **self.launch_read,
         )  # fmt: skip
         return o
 
     def read_reverse(self, starts: list[Tensor], d_o: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """d_q, and the shares of the gradients of weights and LayerNorm, per chunk."""
-        N, R, _ = self.q.shape
-        shape, d_q = spread(R, N, READ_REVERSE_ROWS[self.large]), torch.empty_like(self.q)
-        shares, norm = self._shares(N, shape.splits)
-        read_reverse[(N, shape.splits)](
+        shape = spread(self.C * self.groups, self.N, READ_REVERSE_ROWS[self.large])
+        (shares, norm), d_q = self._shares(self.N, shape.splits), torch.empty_like(self.q)
+        read_reverse[(self.N, shape.splits)](
             self.q, starts[0], starts[-1], self.spread_norm[0], d_o, d_q, shares[0], shares[-1],
-            *(norm or self.norm), self.eps, R, shape.tiles, BR=shape.rows, **self.net, **self.launch,
+            *(norm or self.norm), self.eps, *self.place, self.C, shape.tiles, self.groups, BR=shape.rows, **self.net,
+            **self.launch,
         )  # fmt: skip
         return d_q, shares, norm
 
     def advance(self, here: slice, then: slice, rest: int, W, S, starts, momenta, loss) -> None:
         """W and S behind the chunk at `here` (in place), which the first `rest` programs' next chunks start from."""
-        n, C, weight = here.stop - here.start, self.k.shape[1], self.ends.weight
-        shape, s = spread(C, n, WRITE_ROWS[self.large]), weight if S is None else self.ends.s
+        n, weight = here.stop - here.start, self.ends.weight
+        shape, s = spread(self.C, n, WRITE_ROWS[self.large]), weight if S is None else self.ends.s
         shares = self._shares(n, shape.splits)[0]
         shares_S = shares if S is None else self._shares(n, shape.splits)[0]
         write_sums[(n, shape.splits)](
-            self.k[here], self.v[here], starts[0][here], starts[-1][here], *self.norm, weight[here], s[here],
+            self.k, self.v, starts[0][here], starts[-1][here], *self.norm, weight[here], s[here],
             (weight if loss is None else loss)[here], shares[0], shares[-1], shares_S[0], shares_S[-1], self.eps,
-            self.bound, C, shape.tiles, BR=shape.rows, LOSS=loss is not None, **self.gates, **self.net, **self.launch,
+            self.bound, here.start, *self.place, self.C, shape.tiles, BR=shape.rows, LOSS=loss is not None,
+            **self.gates, **self.net, **self.launch,
         )  # fmt: skip
         for i, w in enumerate(W):
             gates, options = self._gates(here, w[0].numel())
@@ -279,16 +283,16 @@ class _Chunks:
     def retreat(self, here: slice, written: int, starts, before, momenta, reads, d: _Gradients, d_start):
         """From the gradients d.W, d.S behind the chunk at `here` to those before it (in place), `before` and `momenta`
         being the state there; only the first `written` programs wrote. Returns the LayerNorm's shares."""
-        n, C, (weight, d_weight) = here.stop - here.start, self.k.shape[1], (self.ends.weight, d.ends.weight)
+        n, weight, d_weight = here.stop - here.start, self.ends.weight, d.ends.weight
         rows = WRITE_REVERSE_ROWS_MOMENTUM if momenta else WRITE_REVERSE_ROWS
-        shape = spread(C, max(written, 1), rows[self.large])
+        shape = spread(self.C, max(written, 1), rows[self.large])
         shares, norm = self._shares(written, shape.splits)
         s, d_s, d_S = (self.ends.s, d.ends.s, d.S) if momenta else (weight, d_weight, d.W)
         if written:
             write_reverse[(written, shape.splits)](
-                self.k[here], self.v[here], starts[0][here], starts[-1][here], *self.norm, weight[here], s[here],
-                d.W[0], d.W[-1], d_S[0], d_S[-1], d.k[here], d.v[here], d_weight[here], d_s[here], shares[0],
-                shares[-1], *(norm or self.norm), self.eps, self.bound, C, shape.tiles, BR=shape.rows, **self.gates,
+                self.k, self.v, starts[0][here], starts[-1][here], *self.norm, weight[here], s[here], d.W[0], d.W[-1],
+                d_S[0], d_S[-1], d.k, d.v, d_weight[here], d_s[here], shares[0], shares[-1], *(norm or self.norm),
+                self.eps, self.bound, here.start, *self.place, self.C, shape.tiles, BR=shape.rows, **self.gates,
                 **self.net, **self.launch_write_reverse,
             )  # fmt: skip
         for i, dw in enumerate(d.W):

@@ -3,6 +3,7 @@
 Axis legend
     ROWS tokens of a block, BC of its tile (rows beyond ROWS are zeros)   R blocks that share one W_xi: a chunk
     G query heads per memory head   DK key width   DV value width   DA width of the top layer's input   P programs
+    B batch   T tokens   S tokens between resets   H memory heads
     state: W (hidden layer, then top layer), with momentum followed by S, flattened, float32
 
 The dual form of `scan_tnt` holds for any run of tokens with gradients at W_xi and reads from W: a chunk that is too
@@ -12,7 +13,7 @@ thing. Accumulation and state are float32, matrix operands DT. Travels with ever
 
 from __future__ import annotations
 
-from .kernels_parts_tnt import dot, jit, standardise, through_standardise, tl
+from .kernels_parts_tnt import PLACES, dot, jit, place, standardise, through_standardise, tl, turned
 
 
 @jit
@@ -68,15 +69,21 @@ def activate(z, NAME: tl.constexpr):
 
 
 @jit
-def inner_gradient(
-    X1, X2, key, value, gain, bias, eps, DEPTH: tl.constexpr, DV: tl.constexpr, NAME: tl.constexpr,
-    RESIDUAL: tl.constexpr, NORM: tl.constexpr, DT: tl.constexpr,
-):  # fmt: skip
-    """The factors of g_l = a_{l-1}^T delta_l at X. Returns (a, delta) of the top layer, delta of the hidden one with
-    phi', phi'' and dl/da behind it, and the error, h and 1 / s of the network's output."""
-    a, slope, curve = key, 0.0, 0.0
+def top_input(X1, key, DEPTH: tl.constexpr, NAME: tl.constexpr, DT: tl.constexpr):
+    """The top layer's input a at X, with phi' and phi'' of what it is made of."""
     if DEPTH == 2:
-        a, slope, curve = activate(dot(key, X1, DT), NAME)
+        return activate(dot(key, X1, DT), NAME)
+    else:
+        return key, 0.0, 0.0
+
+
+@jit
+def inner_gradient(
+    X2, key, value, a, slope, gain, bias, eps, DEPTH: tl.constexpr, DV: tl.constexpr, RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """The factors of g_l = a_{l-1}^T delta_l at X, of `top_input`'s a and phi'. Returns delta of the top layer, that
+    of the hidden one and dl/da behind it, and the error, h and 1 / s of the network's output."""
     y = dot(a, X2, DT)
     h, inverse = y, 0.0
     if NORM:
@@ -90,19 +97,32 @@ def inner_gradient(
         delta = through_standardise(gain[None, :] * error, h, inverse, DV)
     behind, below = 0.0, 0.0
     if DEPTH == 2:
-        behind = dot(delta, tl.trans(X2), DT)
+        behind = dot(delta, turned(X2, DT), DT)
         below = behind * slope
-    return a, delta, below, slope, curve, behind, error, h, inverse
+    return delta, below, behind, error, h, inverse
 
 
 @jit
-def bound_scale(key, below, a, delta, bound, DEPTH: tl.constexpr):
-    """(s, |g|^2) with s = min(1, bound / |g|) per token, |g|^2 over all layers. No square of the bound: it may be
+def _add(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@jit
+def bound_scale(key, below, a, delta, bound, DEPTH: tl.constexpr, EQUAL: tl.constexpr):
+    """(s, |g|^2) with s = min(1, bound / |g|) per token, |g|^2 over all layers, and the squares of the lengths of a,
+    delta, and in the hidden layer key and below, all of `EQUAL` widths or not. No square of the bound: it may be
     outside of float32."""
-    square = tl.sum(a * a, 1) * tl.sum(delta * delta, 1)
+    a, key = a.to(tl.float32), key.to(tl.float32)
+    if DEPTH == 2 and EQUAL:  # each sum makes the threads wait for one another: here one for all
+        squares = tl.reduce((a * a, delta * delta, key * key, below * below), 1, _add)
+    elif DEPTH == 2:
+        squares = tl.sum(a * a, 1), tl.sum(delta * delta, 1), tl.sum(key * key, 1), tl.sum(below * below, 1)
+    else:
+        squares = tl.sum(a * a, 1), tl.sum(delta * delta, 1)
+    square = squares[0] * squares[1]
     if DEPTH == 2:
-        square += tl.sum(key * key, 1) * tl.sum(below * below, 1)
-    return bound / tl.maximum(tl.sqrt(square), bound), square
+        square += squares[2] * squares[3]
+    return bound / tl.maximum(tl.sqrt(square), bound), square, squares
 
 
 @jit
@@ -120,8 +140,7 @@ def pair_weights(theta, c, block, live, ROWS: tl.constexpr, BC: tl.constexpr):
 
 @jit
 def read_layer(
-    x, W, S, target, A, D, pairs, a, delta, M: tl.constexpr, N: tl.constexpr, MOMENTUM: tl.constexpr,
-    DT: tl.constexpr,
+    x, W, S, target, A, D, pairs, a, delta, M: tl.constexpr, N: tl.constexpr, MOMENTUM: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """x W_t for the rows of a block, as attention to its writes (a, delta)."""
     if A is not None:
@@ -134,40 +153,41 @@ def read_layer(
         y = dot(x, W, DT)
     if MOMENTUM:
         y += D[:, None] * dot(x, S, DT)
-    return y - dot(pairs * dot(x, tl.trans(a), DT), delta, DT)
+    return y - dot(pairs * dot(x, turned(a, DT), DT), delta, DT)
 
 
 @jit
 def write_layer(
-    W, S, target, A_end, D_end, m_end, end, end_S, a, delta, M: tl.constexpr, N: tl.constexpr,
-    MOMENTUM: tl.constexpr, DT: tl.constexpr,
+    W, S, target, A_end, D_end, m_end, end, end_S, a, delta, M: tl.constexpr, N: tl.constexpr, MOMENTUM: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
     """W and S behind a block."""
     if A_end is not None:
         W = A_end * W
         if target is not None:
             W += (1.0 - A_end) * tl.load(matrix(target, M, N))
-    key = tl.trans(a)
+    key = turned(a, DT)
     if MOMENTUM:
         W += D_end * S
         S = m_end * S - dot(key, end_S[:, None] * delta, DT)
     return W - dot(key, end[:, None] * delta, DT), S
 
 
-@jit(do_not_specialize=["first", "last", "every"])  # one compiled kernel for every length
+@jit(do_not_specialize=[*PLACES, "last", "every"])  # one compiled kernel for every length
 def forward_kernel(
     q, k, v, theta, c, A, D, s_end, m_end, gain, bias, state, x, target, starts, lengths, o, loss, end, x_end, kept,
-    state_stride, kept_stride, first, last, every, bound, eps, ROWS: tl.constexpr, BC: tl.constexpr, R: tl.constexpr,
-    G: tl.constexpr, DK: tl.constexpr, DA: tl.constexpr, DV: tl.constexpr, DEPTH: tl.constexpr, NAME: tl.constexpr,
-    RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr, DT: tl.constexpr,
+    B, T, S, H, state_stride, kept_stride, first, last, every, bound, eps, ROWS: tl.constexpr,
+    BC: tl.constexpr, R: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DA: tl.constexpr, DV: tl.constexpr,
+    DEPTH: tl.constexpr, NAME: tl.constexpr, RESIDUAL: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
     """Blocks [first, last) of every program.
 
     q `[N, ROWS G, DK]`, k, v `[N, ROWS, D]` and the scalars `c` ... `m_end` of N blocks; block j of program p is
-    (starts[j // R] + p) R + j % R, and p has lengths[p] of them. gain, bias `[P, DV]`. `state` `[P, ...]` before the
-    first block, x `[P, ...]` its W_xi if that is not W, `target` `[P, ...]`. Written if not `None`: o `[N, ROWS G,
-    DV]`, the inner loss `[N, ROWS]`, the state after the last block, the W_xi of it, and to `kept` `[P, slots, ...]`
-    the state before every `every`-th block.
+    (starts[j // R] + p) R + j % R, and p has lengths[p] of them. With `B`, `T`, `S` and `H`, of a dense grid, q, k and
+    v are `[B, T, H (G), D]`. gain, bias `[P, DV]`. `state` `[P, ...]` before the first block, x `[P, ...]` its W_xi if
+    that is not W, `target` `[P, ...]`. Written if not `None`: o as q, the inner loss `[N, ROWS]`, the state after the
+    last block, the W_xi of it, and to `kept` `[P, slots, ...]` the state before every `every`-th block.
     """
     H1: tl.constexpr = DK * DA if DEPTH == 2 else 0  # where the top layer's weights begin
     NW: tl.constexpr = H1 + DA * DV
@@ -175,8 +195,11 @@ def forward_kernel(
     NORM: tl.constexpr = gain is not None
     p = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BC)
-    live = i < ROWS
+    used = i < ROWS
+    live = used
     total = tl.load(lengths + p)
+    if H is not None:
+        begin, step, tokens = place(p, B, T, S, H)
     S1, S2 = tl.zeros((1,), tl.float32), tl.zeros((1,), tl.float32)
     W1, W2 = load_layers(state + p * state_stride, DEPTH, DK, DA, DV, "")
     if MOMENTUM:
@@ -209,32 +232,38 @@ def forward_kernel(
         if x_end is not None:
             if j == total - 1:
                 store_layers(x_end + p * NW, X1, X2, DEPTH, DK, DA, DV)
-        key = load_rows(k + block * ROWS * DK, live, DK, BC, DK)
-        value = load_rows(v + block * ROWS * DV, live, DV, BC, DV).to(tl.float32)
-        a, delta, below, slope, curve, behind, error, h, inverse = inner_gradient(
-            X1, X2, key, value, scale, shift, eps, DEPTH, DV, NAME, RESIDUAL, NORM, DT
+        if H is not None:
+            live = i < tl.minimum(ROWS, tokens - j * ROWS)
+            token = begin + j * ROWS * step
+        else:
+            token, step = block * ROWS, 1
+        key = load_rows(k + token * DK, live, step * DK, BC, DK)
+        value = load_rows(v + token * DV, live, step * DV, BC, DV).to(tl.float32)
+        a, slope, curve = top_input(X1, key, DEPTH, NAME, DT)
+        delta, below, behind, error, h, inverse = inner_gradient(
+            X2, key, value, a, slope, scale, shift, eps, DEPTH, DV, RESIDUAL, NORM, DT
         )
         if loss is not None:
-            tl.store(loss + block * ROWS + i, 0.5 * tl.sum(error * error, 1), mask=live)
-        pairs, end_W = pair_weights(theta, c, block, live, ROWS, BC)
+            tl.store(loss + block * ROWS + i, 0.5 * tl.sum(error * error, 1), mask=used)
+        pairs, end_W = pair_weights(theta, c, block, used, ROWS, BC)
         A_end, A_rows, D_end, D_rows, m_last, end_S = None, None, None, None, None, None
         if MOMENTUM:
-            end_S = tl.load(s_end + block * ROWS + i, mask=live, other=0.0)
+            end_S = tl.load(s_end + block * ROWS + i, mask=used, other=0.0)
             m_last = tl.load(m_end + block)
             D_end = tl.load(D + block * ROWS + ROWS - 1)
-            D_rows = tl.load(D + block * ROWS + i, mask=live, other=0.0)
+            D_rows = tl.load(D + block * ROWS + i, mask=used, other=0.0)
         if A is not None:
             A_end = tl.load(A + block * ROWS + ROWS - 1)
-            A_rows = tl.load(A + block * ROWS + i, mask=live, other=0.0)
+            A_rows = tl.load(A + block * ROWS + i, mask=used, other=0.0)
         if BOUND:
-            shrink, square = bound_scale(key.to(tl.float32), below, a.to(tl.float32), delta, bound, DEPTH)
+            shrink, square, squares = bound_scale(key, below, a, delta, bound, DEPTH, DK == DA and DA == DV)
             pairs, end_W = pairs * shrink[None, :], end_W * shrink
             if MOMENTUM:
                 end_S *= shrink
         if o is not None:
             for g in range(G):
-                row = block * ROWS * G + g
-                query = load_rows(q + row * DK, live, G * DK, BC, DK)
+                row = token * G + g
+                query = load_rows(q + row * DK, live, step * G * DK, BC, DK)
                 hidden = query
                 if DEPTH == 2:
                     z = read_layer(query, W1, S1, T1, A_rows, D_rows, pairs, key, below, DK, DA, MOMENTUM, DT)
@@ -245,7 +274,7 @@ def forward_kernel(
                     y = scale[None, :] * y + shift[None, :]
                 if RESIDUAL:
                     y += query.to(tl.float32)
-                store_rows(o + row * DV, y, live, G * DV, BC, DV)
+                store_rows(o + row * DV, y, live, step * G * DV, BC, DV)
         if DEPTH == 2:
             W1, S1 = write_layer(W1, S1, T1, A_end, D_end, m_last, end_W, end_S, key, below, DK, DA, MOMENTUM, DT)
         W2, S2 = write_layer(W2, S2, T2, A_end, D_end, m_last, end_W, end_S, a, delta, DA, DV, MOMENTUM, DT)

@@ -36,6 +36,8 @@ SM_90 = 227 << 10  # the same of an H100; GPUs with less have no wgmma
 REGISTERS = 255  # of a thread: as many as there can be. Where a kernel needs more, ptxas left alone may take 32
 AT_THE_BOUND = 1 + ROUNDING * 2**-23 if tl is None else tl.constexpr(1 + ROUNDING * 2**-23)
 SMALLEST_NORM = 1e-12 if tl is None else tl.constexpr(1e-12)  # of F.normalize
+NOWHERE = (None,) * 4  # what the kernels get of a dense grid where there is none
+PLACES = ["first", "P", "B", "T", "S", "H"]  # numbers that no kernel is compiled for
 WIDTHS = (16, 32, 64, 128)  # a tile's side is a power of two, and a product's inner axis at least 16
 
 
@@ -95,6 +97,12 @@ def dot(a, b, DT: tl.constexpr):
 
 
 @jit
+def turned(x, DT: tl.constexpr):
+    """x^T as an operand. Rounded first, x and x^T are one tile in shared memory."""
+    return tl.trans(x.to(DT))
+
+
+@jit
 def dot_exact(a, b, DT: tl.constexpr):
     """`dot` without tf32, many times slower in float32 and the same in bfloat16; it needs less shared memory."""
     return tl.dot(a.to(DT), b.to(DT), input_precision="ieee")
@@ -136,6 +144,26 @@ def store(pointer, rows, inside, columns, value, WIDTH: tl.constexpr):
     """The inverse of `load`."""
     at = pointer + rows[:, None] * WIDTH + columns[None, :]
     tl.store(at, value.to(pointer.dtype.element_ty), mask=inside[:, None])
+
+
+@jit
+def place(p, B, T, S, H):
+    """Program p of a dense grid, in rows of `[B, T, H]`: of its first token, from a token to the next, and how many
+    tokens there are."""
+    row = p // H
+    start = row // B * S
+    return (row % B * T + start) * H + p % H, H, tl.minimum(S, T - start)
+
+
+@jit
+def chunk_place(chunk, C, P, B, T, S, H):
+    """The same of one chunk of C tokens, and without `H` of chunks that lie one after the other."""
+    if H is None:
+        return chunk * C, 1, C
+    else:
+        row, step, tokens = place(chunk % P, B, T, S, H)
+        first = chunk // P * C
+        return row + first * step, step, tl.minimum(C, tokens - first)
 
 
 @jit

@@ -2,7 +2,7 @@
 
 Axis legend
     P programs: grid rows x memory heads   N chunks of all programs   C tokens per chunk (at most 64)
-    G query heads per memory head   K key width
+    G query heads per memory head   K key width   B batch   T tokens   S tokens between resets   H memory heads
 
 The sums before each chunk are one short sequential pass per program (a product per chunk); what a chunk reads then
 depends on nothing else, so all chunks' outputs run at once. Backward takes the same sums again and those of q^T d_out
@@ -11,16 +11,22 @@ from the last chunk to the first. Travels with every pushed checkpoint.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .derivative_tnt import once_differentiable
 from .kernels_parts_tnt import (
+    NOWHERE,
+    PLACES,
     SM_90,
+    chunk_place,
     dot,
     jit,
     load,
     operand,
+    place,
     row_norms,
     rows_of_tile,
     shared_memory,
@@ -37,10 +43,10 @@ COLUMNS = 32  # of M in one program of the sequential pass
 ELEMENTS = 2048  # of a tile of rows that are normalised
 
 
-@jit
+@jit(do_not_specialize=PLACES)
 def running_sums(
-    a, b, M, before, after, starts, lengths, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
-    REVERSE: tl.constexpr, DT: tl.constexpr,
+    a, b, M, before, after, starts, lengths, B, T, S, H, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr,
+    BN: tl.constexpr, REVERSE: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """before[chunk] `[K, K]` = M + the sum of a^T b over a program's earlier (REVERSE: later) chunks, after = M + the
     sum over all of them. a, b `[N, C G, K]`; one program per (program, BN columns)."""
@@ -49,18 +55,25 @@ def running_sums(
     everywhere = x < K
     total = load(M, p * K + x, everywhere, columns, K)
     length = tl.load(lengths + p)
-    for j in range(length):
-        chunk = tl.load(starts + (length - 1 - j if REVERSE else j)) + p
+    if H is not None:
+        begin, step, tokens = place(p, B, T, S, H)
+    for back in range(length):
+        j = length - 1 - back if REVERSE else back
+        chunk = tl.load(starts + j) + p
+        if H is not None:
+            token, inside = begin + (j * C + row) * step, row < tl.minimum(C, tokens - j * C)
+        else:
+            token, inside = chunk * C + row, row < C
         store(before, chunk * K + x, everywhere, columns, total, K)
         for g in range(G):
-            rows = (chunk * C + row) * G + g
-            total += dot(tl.trans(load(a, rows, row < C, x, K)), load(b, rows, row < C, columns, K), DT)
+            rows = token * G + g
+            total += dot(tl.trans(load(a, rows, inside, x, K)), load(b, rows, inside, columns, K), DT)
     store(after, p * K + x, everywhere, columns, total, K)
 
 
-@jit
+@jit(do_not_specialize=PLACES)
 def project(
-    q, u, M, out, norms, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, DT: tl.constexpr,
+    q, u, M, out, norms, P, B, T, S, H, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, DT: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """out = (causal part of q u^T) u + q M with the chunk's M, or that of length 1 and its norms `[N, C G]`; one
@@ -68,18 +81,20 @@ def project(
     chunk = tl.program_id(0).to(tl.int64)
     row, x = tl.arange(0, BC), tl.arange(0, K)
     causal = row[:, None] >= row[None, :]
-    U = load(u, chunk * C + row, row < C, x, K)
+    begin, step, tokens = chunk_place(chunk, C, P, B, T, S, H)
+    token, inside = begin + row * step, row < tokens
+    U = load(u, token, inside, x, K)
     W = load(M, chunk * K + x, x < K, x, K).to(DT)
     for g in range(G):
-        rows = (chunk * C + row) * G + g
-        Q = load(q, rows, row < C, x, K)
+        rows = token * G + g
+        Q = load(q, rows, inside, x, K)
         pairs = tl.where(causal, dot(Q, tl.trans(U), DT), 0.0)
         value = dot(pairs, U, DT) + dot(Q, W, DT)
         if NORMALIZE:
             norm = row_norms(value)
-            tl.store(norms + rows, norm, mask=row < C)
+            tl.store(norms + rows, norm, mask=inside)
             value = unit(value, norm)
-        store(out, rows, row < C, x, value, K)
+        store(out, rows, inside, x, value, K)
 
 
 @jit
@@ -91,67 +106,66 @@ def through_norm(out, norms, d_out, d_raw, R, K: tl.constexpr, BR: tl.constexpr)
     store(d_raw, row, row < R, x, through_unit(d, y, norm), K)
 
 
-@jit
+@jit(do_not_specialize=PLACES)
 def project_reverse(
-    q, u, M, d_M, d_out, d_q, d_u, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, DT: tl.constexpr
-):
+    q, u, M, d_M, d_out, d_q, d_u, P, B, T, S, H, C, G: tl.constexpr, K: tl.constexpr, BC: tl.constexpr,
+    DT: tl.constexpr,
+):  # fmt: skip
     """The gradients of `project` and of the chunk's own update of M, d_M `[N, K, K]` being that of M behind it."""
     chunk = tl.program_id(0).to(tl.int64)
     row, x = tl.arange(0, BC), tl.arange(0, K)
     causal = row[:, None] >= row[None, :]
-    U = load(u, chunk * C + row, row < C, x, K)
+    begin, step, tokens = chunk_place(chunk, C, P, B, T, S, H)
+    token, inside = begin + row * step, row < tokens
+    U = load(u, token, inside, x, K)
     W = tl.load(M + chunk * K * K + x[None, :] * K + x[:, None]).to(DT)  # transposed
     behind = load(d_M, chunk * K + x, x < K, x, K) + tl.load(d_M + chunk * K * K + x[None, :] * K + x[:, None])
     dU = dot(U, behind, DT)
     for g in range(G):
-        rows = (chunk * C + row) * G + g
-        Q, d = load(q, rows, row < C, x, K), load(d_out, rows, row < C, x, K)
+        rows = token * G + g
+        Q, d = load(q, rows, inside, x, K), load(d_out, rows, inside, x, K)
         d_pairs = tl.where(causal, dot(d, tl.trans(U), DT), 0.0).to(DT)
-        store(d_q, rows, row < C, x, dot(d_pairs, U, DT) + dot(d, W, DT), K)
+        store(d_q, rows, inside, x, dot(d_pairs, U, DT) + dot(d, W, DT), K)
         pairs = tl.where(causal, dot(Q, tl.trans(U), DT), 0.0).to(DT)
         dU += dot(tl.trans(d_pairs), Q, DT) + dot(tl.trans(pairs), d, DT)
-    store(d_u, chunk * C + row, row < C, x, dU, K)
+    store(d_u, token, inside, x, dU, K)
 
 
 class TritonProjection(torch.autograd.Function):
     """`projection_tnt._RunningProjection` on the GPU: q `[N, C G, K]`, unit keys u `[N, C, K]` (float32 or bfloat16),
-    M `[P, K, K]` float32. Returns q_t M_t `[N, C G, K]` in q's dtype, with `normalize` of length 1, and the rows' last
-    M."""
+    or with `dense` `[B, T, heads, K]`, M `[P, K, K]` float32. Returns q_t M_t like q, with `normalize` of length 1,
+    and the rows' last M."""
 
     @staticmethod
-    def forward(ctx, counts, starts, groups, q, u, M, normalize):
+    def forward(ctx, grid, dense, q, u, M, normalize):
         q, u, M = q.contiguous(), u.contiguous(), M.contiguous()
-        ctx.grid = counts, starts, groups
-        before, after = _sums(ctx.grid, u, u, M, 1, False)
-        out, norms = torch.empty_like(q), M.new_empty(q.shape[:2]) if normalize else None
-        sides = _sides(q, u)
-        project[(len(q),)](
-            q, u, before, out, norms, u.shape[1], groups, **sides, NORMALIZE=normalize, num_warps=4, **_stages(q)
-        )
+        ctx.walk = walk = _Walk(*grid, dense or NOWHERE)
+        before, after = walk.sums(u, u, M, 1, False)
+        out, norms = torch.empty_like(q), M.new_empty(q.shape[:-1]) if normalize else None
+        project[(walk.chunks,)](
+            q, u, before, out, norms, *walk.place, walk.C, walk.groups, **walk.sides(q), NORMALIZE=normalize,
+            num_warps=4, **_stages(q),
+        )  # fmt: skip
         ctx.save_for_backward(q, u, M, *((out, norms) if normalize else ()))
         return out, after
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_M):
-        q, u, M, *normed = ctx.saved_tensors
+        (q, u, M, *normed), walk = ctx.saved_tensors, ctx.walk
         d_out, d_q, d_u = d_out.to(q.dtype).contiguous(), torch.empty_like(q), torch.empty_like(u)
         if normed:
-            d_raw, rows = torch.empty_like(q), max(1, ELEMENTS // q.shape[2])
-            R = q.shape[0] * q.shape[1]
-            through_norm[(triton.cdiv(R, rows),)](*normed, d_out, d_raw, R, q.shape[2], rows, num_warps=4)
+            K = q.shape[-1]
+            d_raw, rows, R = torch.empty_like(q), max(1, ELEMENTS // K), q.numel() // K
+            through_norm[(triton.cdiv(R, rows),)](*normed, d_out, d_raw, R, K, rows, num_warps=4)
             d_out = d_raw
-        before, _ = _sums(ctx.grid, u, u, M, 1, False)
-        behind, d_M = _sums(ctx.grid, q, d_out, d_M.contiguous(), ctx.grid[2], True)
-        sides = _sides(q, u)
-        project_reverse[(len(q),)](
-            q, u, before, behind, d_out, d_q, d_u, u.shape[1], ctx.grid[2], **sides, num_warps=8, **_stages(q)
-        )
-        return None, None, None, d_q, d_u, d_M, None
-
-
-def _sides(q: Tensor, u: Tensor) -> dict:
-    return {"K": q.shape[2], "BC": rows_of_tile(u.shape[1]), "DT": operand(q.dtype)}
+        before, _ = walk.sums(u, u, M, 1, False)
+        behind, d_M = walk.sums(q, d_out, d_M.contiguous(), walk.groups, True)
+        project_reverse[(walk.chunks,)](
+            q, u, before, behind, d_out, d_q, d_u, *walk.place, walk.C, walk.groups, **walk.sides(q), num_warps=8,
+            **_stages(q),
+        )  # fmt: skip
+        return None, None, d_q, d_u, d_M, None
 
 
 def _stages(q: Tensor) -> dict:
@@ -159,16 +173,32 @@ def _stages(q: Tensor) -> dict:
     return {"num_stages": 1} if q.dtype == torch.bfloat16 and shared_memory(q.device) < SM_90 else {}
 
 
-def _sums(grid, a: Tensor, b: Tensor, M: Tensor, groups: int, reverse: bool) -> tuple[Tensor, Tensor]:
-    """The states before (behind, in reverse) each chunk `[N, K, K]` and the last ones `[P, K, K]`."""
-    counts, starts, _ = grid
-    K, C = a.shape[2], a.shape[1] // groups
-    # chunks that no program of a dense grid uses are zero rows, and must not meet what memory held before
-    before = (M.new_empty if sum(counts) == len(a) else M.new_zeros)(len(a), K, K)
-    after = torch.empty_like(M)
-    places = tables(tuple(counts), tuple(starts), M.device)
-    columns = min(K, COLUMNS)
-    running_sums[(len(M), triton.cdiv(K, columns))](
-        a, b, M, before, after, *places, C, groups, K, rows_of_tile(C), columns, reverse, operand(a.dtype), num_warps=4
-    )
-    return before, after
+class _Walk(NamedTuple):
+    """The chunks of all programs, and how the kernels find their tokens."""
+
+    counts: list[int]
+    starts: list[int]
+    chunks: int  # N, with those that a dense grid does not use
+    C: int
+    groups: int
+    dense: tuple
+
+    @property
+    def place(self) -> tuple:
+        return self.counts[0], *self.dense
+
+    def sides(self, q: Tensor) -> dict:
+        return {"K": q.shape[-1], "BC": rows_of_tile(self.C), "DT": operand(q.dtype)}
+
+    def sums(self, a: Tensor, b: Tensor, M: Tensor, groups: int, reverse: bool) -> tuple[Tensor, Tensor]:
+        """The states before (behind, in reverse) each chunk `[N, K, K]` and the last ones `[P, K, K]`."""
+        K = a.shape[-1]
+        # chunks that no program of a dense grid uses are zero rows, and must not meet what memory held before
+        before = (M.new_empty if sum(self.counts) == self.chunks else M.new_zeros)(self.chunks, K, K)
+        after, columns = torch.empty_like(M), min(K, COLUMNS)
+        places = tables(tuple(self.counts), tuple(self.starts), M.device)
+        running_sums[(len(M), triton.cdiv(K, columns))](
+            a, b, M, before, after, *places, *self.dense, self.C, groups, K, rows_of_tile(self.C), columns, reverse,
+            operand(a.dtype), num_warps=4,
+        )  # fmt: skip
+        return before, after

@@ -1,7 +1,8 @@
 """The chunks of a scan: how many programs each has, and some of them in a row as a block.
 
 Axis legend
-    C tokens per chunk   G query heads per memory head   K, V widths of rows that are cut
+    B batch   T tokens   H heads   C tokens per chunk   G query heads per memory head
+    K, V widths of rows that are cut
     P programs: grid rows x heads, the batch of every matrix product   N chunks over all rows, ordered by step and
     then by row
 
@@ -34,6 +35,8 @@ class Plan(NamedTuple):
     keep_state: bool
     keep_loss: bool
     bound: float | None  # of |g_i|: c_{t,i} shrinks by the excess
+    # B, T, tokens of a shard and H of a dense grid whose q, k, v and o are `[B, T, heads, D]`, not `[N, C, D]`
+    dense: tuple[int, int, int, int] | None = None
     quadratic: bool = False  # of q and k the network sees the products, which are made chunk by chunk
 
     def rows(self, qk: Tensor) -> tuple[int, int]:

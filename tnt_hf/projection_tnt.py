@@ -244,18 +244,23 @@ def _project_many(
     [grid] = layout.grids
     # Triton's interpreter is wrong for bfloat16
     operand = q.dtype if how == "triton" and not INTERPRETED else dtype
-    [x], [u] = layout.rows(q.to(operand).unflatten(2, (H, -1))), layout.programs(k)
+    dense = how == "triton" and layout.there is None
+    [x], [u] = (
+        ([q.to(operand)], [k]) if dense else (layout.rows(q.to(operand).unflatten(2, (H, -1))), layout.programs(k))
+    )
     u = (u if unit_keys else unit_vectors(u.to(dtype))).to(operand)
     M = grid.rowwise(x.new_zeros(H, K, K, dtype=dtype), M)
     counts, starts = ([n * H for n in y] for y in (grid.counts, grid.starts))
-    sizes = counts, starts, Hq // H
     if how == "triton":
         from .kernels_projection_tnt import TritonProjection
 
+        chunks = len(counts) * counts[0] if dense else len(u)
         with torch.cuda.device_of(q):
-            out, M = TritonProjection.apply(*sizes, x, u, M, normalize)
+            walk = counts, starts, chunks, grid.size[2], Hq // H
+            out, M = TritonProjection.apply(walk, grid.dense(H) if dense else None, x, u, M, normalize)
     else:
-        out, M = _RunningProjection.apply(*sizes, x, u, M)
+        out, M = _RunningProjection.apply(counts, starts, Hq // H, x, u, M)
         out = unit_vectors(out) if normalize else out
-    out = layout.tokens([out.unflatten(1, (grid.size[2], -1))]).flatten(2, 3)
+    if not dense:
+        out = layout.tokens([out.unflatten(1, (grid.size[2], -1))]).flatten(2, 3)
     return out.to(q.dtype), M.unflatten(0, (-1, H))[grid.last_row] if output_final_state else None

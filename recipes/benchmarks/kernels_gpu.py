@@ -6,8 +6,9 @@ Every case is checked first, on a short sequence with resets, against `memory_na
 inputs, and a whole model (global and local memories, projection, decoding) against itself in float64 and torch. Errors
 are of the norm: a gradient has a jump where a limit on it begins to bind, so single numbers may differ by anything. A
 case beyond its limit is reported with its error and not timed, one that cannot run with its message, and all results
-so far are in the file after every case. Times are CUDA events around the forward and around forward + backward,
-implementations taking turns; in bfloat16 the torch form computes in float32. Without a CUDA device every case says
+so far are in the file after every case. Times, of bfloat16, are CUDA events around the forward and around forward +
+backward, implementations taking turns; the torch form computes in float32. `layer` is one memory of a layer at the
+size of a whole training step, 0.5M tokens, and the time of its kernels alone. Without a CUDA device every case says
 "not measured". Errors alone can be had without one, of the compiled kernels on an emulated GPU:
 
     python tests/ptx_device.py 90 tnt_hf.recipes.benchmarks.kernels_gpu --heads 1 --out kernels_ptx.json
@@ -31,6 +32,8 @@ NOT_MEASURED, MODEL = "not measured", "model"
 LIMITS = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 2e-2)}  # of outputs and of gradients
 MODEL_LIMITS = (1e-4, 1e-3)  # of logits and of gradients: float32 through layers of attention and memory
 DECODED = 40  # tokens
+TIMED, LAYERS = "bfloat16", ("C=16 m=1", "C=16 m=1 bound")
+KERNELS = ("forward_kernel", "reverse_kernel")
 CASES = {
     "C=16 m=1": {"chunk_size": 16},
     "C=16 m=1 linear": {"chunk_size": 16, "depth": 1},
@@ -52,30 +55,29 @@ CASES = {
 def inputs_of(case: dict, tokens: int, reset: int, args, dtype: torch.dtype) -> tuple[list, list, dict, dict]:
     """(q, k, v, lr), weights, options that are tensors, and the other options of the op. A case without a chunk size
     is of a global memory: its chunk has `reset` tokens, and it has no resets."""
-    g = torch.Generator().manual_seed(args.seed)
+    g = torch.Generator(args.device).manual_seed(args.seed)
     H, D = args.heads, args.width
     hidden = D * case.get("expansion", 1)
     widths = [D, hidden, D] if case.get("depth", 2) == 2 else [D, D]
 
     def normal(*shape):
-        return torch.randn(*shape, generator=g)
+        return torch.randn(*shape, generator=g, device=args.device)
 
     def gate(scale):
-        return (scale * torch.rand(1, tokens, H, generator=g)).to(args.device)
+        return scale * torch.rand(1, tokens, H, generator=g, device=args.device)
 
     heads = H * case.get("groups", 1), H, H
-    q, k, v = (F.normalize(normal(1, tokens, n, D), dim=-1).to(args.device, dtype) for n in heads)
-    weights = [(normal(H, a, b) / a**0.5).to(args.device) for a, b in zip(widths, widths[1:])]
+    q, k, v = (F.normalize(normal(1, tokens, n, D), dim=-1).to(dtype) for n in heads)
+    weights = [normal(H, a, b) / a**0.5 for a, b in zip(widths, widths[1:])]
     options = {}
     if case.get("momentum"):
         options["momentum"] = gate(0.9)
     if case.get("decay"):
         options["decay"] = gate(0.01)
     if case.get("layernorm"):
-        scales = (1 + 0.1 * normal(H, D)).to(args.device), (0.1 * normal(H, D)).to(args.device)
-        options["layernorm"] = (*scales, 1e-6)
+        options["layernorm"] = (1 + 0.1 * normal(H, D), 0.1 * normal(H, D), 1e-6)
     if case.get("masked"):
-        options["mask"] = (torch.rand(1, tokens, generator=g) > 0.1).to(args.device)
+        options["mask"] = torch.rand(1, tokens, generator=g, device=args.device) > 0.1
     fixed = {name: case[name] for name in ("chunk_size", "grad_bound", "query_projection", "read") if name in case}
     resets = {"reset_interval": reset} if "chunk_size" in case else {"chunk_size": reset}
     return [q, k, v, gate(0.1)], weights, options, fixed | resets
@@ -146,31 +148,51 @@ def check_model(args) -> dict[str, tuple[float, float]]:
     return {"training": errors(*results), "decoding": errors([results[0][0]] * 2, [decoded] * 2)}
 
 
-def seconds(case: dict, args, dtype: torch.dtype) -> dict:
-    """Seconds of the forward and of forward + backward, `{implementation: {what: spread}}`."""
-    tensors, weights, options, fixed = inputs_of(case, args.tokens, args.reset_interval, args, dtype)
+def calls(case: dict, tokens: int, args, op) -> dict:
+    """The forward of a case and its forward + backward with `op`, to be called."""
+    tensors, weights, options, fixed = inputs_of(case, tokens, args.reset_interval, args, getattr(torch, TIMED))
     wanted = leaves(tensors, weights, options)
     d_o = torch.randn_like(tensors[0])
 
-    def forward(op):
+    def forward():
         return op(*tensors, weights, **options, **fixed)[0]
 
-    calls = {
-        "forward": lambda op: forward(op),
-        "forward and backward": lambda op: torch.autograd.grad(forward(op), wanted, d_o),
-    }
-    times = {name: {what: [] for what in calls} for name in ("triton", "chunk")}
-    for turn in range(args.rounds + 1):  # the first compiles
-        for name, op in (("triton", triton), ("chunk", chunk)):
-            for what, call in calls.items():
+    return {"forward": forward, "forward and backward": lambda: torch.autograd.grad(forward(), wanted, d_o)}
+
+
+def seconds(contestants: dict[str, dict], rounds: int) -> dict:
+    """`{name: {what: spread}}` of `calls`."""
+    times = {name: {what: [] for what in of} for name, of in contestants.items()}
+    for turn in range(rounds + 1):  # the first compiles
+        for name, of in contestants.items():
+            for what, call in of.items():
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
-                call(op)
+                call()
                 end.record()
                 torch.cuda.synchronize()
                 if turn:
                     times[name][what].append(begin.elapsed_time(end) / 1e3)
     return {name: {what: spread(x, 6) for what, x in of.items()} for name, of in times.items()}
+
+
+def kernel_seconds(call) -> dict[str, float]:
+    """Of the local memory's kernels in one call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    events = [x for x in profile.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+    return {name: round(sum(x.device_time for x in events if x.name == name) / 1e6, 6) for name in KERNELS}
+
+
+def layer(name: str, args) -> dict | str:
+    """One memory of a layer, alone."""
+    if args.device == "cpu":
+        return NOT_MEASURED
+    of = calls(CASES[name], args.layer_tokens, args, triton)
+    return {"seconds": seconds({"triton": of}, args.rounds)["triton"]} | {
+        f"kernels of {what}": kernel_seconds(call) for what, call in of.items()
+    }
 
 
 def run_by(device: str) -> str:
@@ -195,8 +217,12 @@ def measure(name: str, kind: str, args) -> dict | str:
             return {"error": check_model(args), "limits": MODEL_LIMITS}
         found, limits = check(CASES[name], args, getattr(torch, kind)), LIMITS[kind]
         entry = {"error": dict(zip(("output", "gradient"), found)), "limits": limits, "seconds": NOT_MEASURED}
-        if args.device != "cpu" and all(error <= limit for error, limit in zip(found, limits)):
-            entry["seconds"] = seconds(CASES[name], args, getattr(torch, kind))
+        right = all(error <= limit for error, limit in zip(found, limits))
+        if args.device != "cpu" and kind == TIMED and right:
+            ops = {"triton": triton, "chunk": chunk}
+            entry["seconds"] = seconds(
+                {n: calls(CASES[name], args.tokens, args, op) for n, op in ops.items()}, args.rounds
+            )
         return entry
     except Exception as error:  # a compiler's, a driver's: what it says is the result, and the other cases go on
         return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
@@ -207,20 +233,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", default=",".join([MODEL, *CASES]))
     for name, value in (
-        ("tokens", 65536), ("check-tokens", 192), ("heads", 12), ("width", 64), ("reset-interval", 2048),
-        ("rounds", 7), ("seed", 0),
+        ("tokens", 65536), ("layer-tokens", 1 << 19), ("check-tokens", 192), ("heads", 12), ("width", 64),
+        ("reset-interval", 2048), ("rounds", 7), ("seed", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args(argv)
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = {"environment": environment(args.seed), "arguments": {**vars(args), "out": args.out.name}}
-    report |= {"run_by": run_by(args.device), "cases": {}}
+    report |= {"run_by": run_by(args.device), "layer": {}, "cases": {}}
     for name in tqdm(args.cases.split(","), unit="case"):
         report["cases"][name] = {
             kind: measure(name, kind, args) for kind in (LIMITS if name != MODEL else ["float32"])
         }
-        tqdm.write(f"{name}: {json.dumps(report['cases'][name])}")
+        if name in LAYERS:
+            report["layer"][name] = layer(name, args)
+        tqdm.write(f"{name}: {json.dumps(report['cases'][name])} {json.dumps(report['layer'].get(name, ''))}")
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -46,6 +46,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 # What the check replaces: a few tokens then pass resets, a window and chunks that stay unfinished.
 CHECKED = SHAPES["tiny"] | {"global_chunk_size": 64}
 CHECKED_TOKENS = 150
+ALIGNED = 8  # a GPU's matrix products of widths that are no multiples of 16 bytes take a slower kernel
 # On a CPU in float64: sums in another order, and no more. On a GPU in float32, whose matrix products may round.
 TOLERANCES = {"cpu": 1e-8, "cuda": 1e-3}
 COMPILED = 1e-6  # the least of a compiled model's: its float32 loss is another sum, too
@@ -65,10 +66,12 @@ def parameters_of(config: TNTConfig) -> int:
 
 
 def equal_configs(names: list[str], shape: dict[str, Any], **more) -> dict[str, TNTConfig]:
-    """The MLPs widened until all have as many parameters as the largest of all contestants."""
+    """The MLPs widened, by multiples of `ALIGNED` channels, until all have as many parameters as the largest of all
+    contestants."""
     counts = {name: parameters_of(config_of(name, shape)) for name in CONTESTANTS}
     largest, per_channel = max(counts.values()), 3 * shape["hidden_size"] * shape["num_hidden_layers"]
-    widths = {name: shape["intermediate_size"] + round((largest - counts[name]) / per_channel) for name in names}
+    missing = {name: round((largest - counts[name]) / (per_channel * ALIGNED)) for name in names}
+    widths = {name: shape["intermediate_size"] + ALIGNED * n for name, n in missing.items()}
     return {name: config_of(name, shape, intermediate_size=width, **more) for name, width in widths.items()}
 
 
