@@ -151,10 +151,23 @@ def test_auto_on_cuda_says_once_why_it_does_not_use_them(caplog):
         memory = torch.float32, "current", weights_of(*widths), torch.float32, False
         return choose("memory_implementation", "auto", CUDA, unsupported_scan, *memory)
 
-    assert auto(16, 16) == "triton"
+    assert auto(64, 64) == "triton"
     assert not caplog.records
-    assert [auto(16, 24, 16) for _ in range(3)] == ["chunk"] * 3
-    assert len(caplog.records) == 1 and "[16, 24, 16]" in caplog.text
+    assert [auto(64, 24, 64) for _ in range(3)] == ["chunk"] * 3
+    assert len(caplog.records) == 1 and "[64, 24, 64]" in caplog.text
+
+
+def test_auto_leaves_narrow_keys_to_torch(caplog):
+    weights = weights_of(32, 64, 64)
+    scan, step = (torch.float32, "current", weights, torch.float32, False), (torch.float32, weights)
+    for value, found in (("auto", "chunk"), ("triton", "triton")):
+        assert choose("implementation", value, CUDA, unsupported_scan, *scan) == found
+        assert choose("implementation", value, CUDA, unsupported_step, *step) == found
+        projection = torch.float32, 32, torch.bfloat16, 1
+        assert choose("implementation", value, CUDA, unsupported_projection, *projection) == found
+    assert "keys have 32 channels" in caplog.text
+    projection = torch.float32, 64, torch.bfloat16, 1
+    assert choose("implementation", "auto", CUDA, unsupported_projection, *projection) == "triton"
 
 
 def test_auto_on_the_cpu_is_torch_without_a_word(caplog):

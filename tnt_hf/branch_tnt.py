@@ -29,6 +29,7 @@ from .kernels_choice_tnt import (
     unsupported_projection,
     unsupported_scan,
     unsupported_step,
+    untrusted,
 )
 from .kernels_parts_tnt import INTERPRETED
 from .network_tnt import Net, norms
@@ -160,6 +161,8 @@ class TNTMemory(nn.Module):
             return None
         groups = self.channels[0] // self.channels[1]
         if self.feature_map == "quadratic" or unsupported_features(device, dtype, self.head_dim):
+            return None
+        if value == "auto" and untrusted(self.head_dim):
             return None
         if layout.intervals and unsupported_projection(device, dtype, self.head_dim, operands, groups):
             return None

@@ -20,6 +20,9 @@ STATE_FLOATS = 2 * 64 * 256  # of W: what does not stay in registers is spilled,
 # Of W and S, float32 operands twice, where tensor cores have a memory of their own (sm_100): what was compiled with so
 # many fits in, and some with twice as many do not.
 TENSOR_MEMORY_FLOATS = 1 << 14
+# Of keys. Narrower ones are right in the interpreter and on the emulated GPU, which checks every access; but an H100
+# has stopped with an illegal one in the backward of a small model of 16 channels per head, and it is not known why.
+LEAST_WIDTH = 64
 
 
 @cache
@@ -28,9 +31,10 @@ def _report(field: str, reason: str) -> None:
 
 
 def choose(field: str, value: str, device: torch.device, unsupported: Callable[..., str | None], *operands) -> str:
-    """The implementation that `value` of `field` stands for: "auto" is "triton" on CUDA where that can run, else
-    "chunk" (on CUDA it says why, once). `unsupported(device, *operands)` is one of those below. "native" is "chunk"
-    here: whether chunks run in C, `native_build_tnt.runs_native` says, and all else is torch beside it.
+    """The implementation that `value` of `field` stands for: "auto" is "triton" on CUDA where that can run and keys
+    have `LEAST_WIDTH` channels, else "chunk" (on CUDA it says why, once). `unsupported(device, *operands)` is one of
+    those below. "native" is "chunk" here: whether chunks run in C, `native_build_tnt.runs_native` says, and all else
+    is torch beside it.
 
     Raises:
         ValueError: "triton" where it cannot run, with the reason.
@@ -38,12 +42,22 @@ def choose(field: str, value: str, device: torch.device, unsupported: Callable[.
     if value not in ("auto", "triton") or (value == "auto" and device.type != "cuda"):
         return "chunk" if value in ("auto", "native") else value
     reason = unsupported(device, *operands)
+    if reason is None and value == "auto":
+        [width, *_] = (x for x in operands if isinstance(x, int | list | tuple))  # or weights of that many rows
+        reason = untrusted(width if isinstance(width, int) else width[0].shape[-2])
     if reason is None:
         return "triton"
     if value == "triton":
         raise ValueError(f"{field}='triton' cannot run here: {reason}; use 'auto' or 'chunk'")
     _report(field, reason)
     return "chunk"
+
+
+def untrusted(width: int) -> str | None:
+    """Why "auto" leaves the kernels alone for keys of `width` channels, or `None`."""
+    if width >= LEAST_WIDTH:
+        return None
+    return f"keys have {width} channels, and kernels for less than {LEAST_WIDTH} are not trusted on a GPU yet"
 
 
 def unsupported_scan(
