@@ -29,6 +29,7 @@ from .kernels_parts_tnt import (
     standardise,
     store,
     through_standardise,
+    tile_rows,
     tl,
 )
 
@@ -47,8 +48,7 @@ def read(
     if L == 2:
         W2 = load(w2, chunk * E + h, h < E, y, V).to(DT)
     for i in range(tiles):
-        r = (first + i) * BR + tl.arange(0, BR)
-        row, inside = (begin + r // G * step) * G + r % G, r < tokens * G
+        row, inside, _ = tile_rows(first + i, begin, step, tokens, G, BR)
         X = load(q, row, inside, x, K)
         out = dot(X, W1, DT)
         if L == 2:
@@ -80,8 +80,7 @@ def read_reverse(
     if NORM:
         d_G, d_B = tl.zeros([V], tl.float32), tl.zeros([V], tl.float32)
     for i in range(tiles):
-        r = (split * tiles + i) * BR + tl.arange(0, BR)
-        row, inside = (begin + r // G * step) * G + r % G, r < tokens * G
+        row, inside, _ = tile_rows(split * tiles + i, begin, step, tokens, G, BR)
         X, d_out = load(q, row, inside, x, K), load(d_o, row, inside, y, V)
         d_z = d_out.to(tl.float32)
         if L == 2 or NORM:
@@ -133,8 +132,8 @@ def write_sums(
         if L == 2:
             G2_S = tl.zeros([E, V], tl.float32)
     for i in range(tiles):
-        r = (split * tiles + i) * BR + tl.arange(0, BR)
-        token, row, inside = p * C + r, begin + r * step, r < tokens
+        row, inside, at = tile_rows(split * tiles + i, begin, step, tokens, 1, BR)
+        token = p * C + at
         X = load(k, row, inside, x, K)
         e = -load(v, row, inside, y, V).to(tl.float32)
         if RESIDUAL:
@@ -210,8 +209,8 @@ def write_reverse(
     if NORM:
         d_G, d_B = tl.zeros([V], tl.float32), tl.zeros([V], tl.float32)
     for i in range(tiles):
-        r = (split * tiles + i) * BR + tl.arange(0, BR)
-        token, row, inside = p * C + r, begin + r * step, r < tokens
+        row, inside, at = tile_rows(split * tiles + i, begin, step, tokens, 1, BR)
+        token = p * C + at
         X = load(k, row, inside, x, K)
         e = -load(v, row, inside, y, V).to(tl.float32)
         if RESIDUAL:

@@ -25,7 +25,7 @@ from .kernels_local_tnt import (
     store_rows,
     top_input,
 )
-from .kernels_parts_tnt import PLACES, dot, exceeds, jit, place, standardise, through_standardise, tl, turned
+from .kernels_parts_tnt import PLACES, dot, exceeds, jit, nearest, place, standardise, through_standardise, tl, turned
 
 
 @jit
@@ -154,11 +154,11 @@ def reverse_kernel(
         block = (tl.load(starts + j // R) + p) * R + j % R
         if H is not None:
             live = i < tl.minimum(ROWS, tokens - j * ROWS)
-            token = begin + j * ROWS * step
+            token = begin + nearest(j * ROWS + i, tokens) * step
         else:
-            token, step = block * ROWS, 1
-        key = load_rows(k + token * DK, live, step * DK, BC, DK)
-        value = load_rows(v + token * DV, live, step * DV, BC, DV).to(tl.float32)
+            token = block * ROWS + nearest(i, ROWS)
+        key = load_rows(k, token, live, DK)
+        value = load_rows(v, token, live, DV).to(tl.float32)
         S1, S2 = none, none
         here = kept + p * kept_stride + (j - first) * NS
         W1, W2 = load_layers(here, DEPTH, DK, DA, DV, "")
@@ -218,8 +218,8 @@ def reverse_kernel(
         g_A_rows, g_D_rows = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
         for g in range(G):
             row = token * G + g
-            query = load_rows(q + row * DK, live, step * G * DK, BC, DK)
-            d_y = load_rows(d_o + row * DV, live, step * G * DV, BC, DV).to(tl.float32)
+            query = load_rows(q, row, live, DK)
+            d_y = load_rows(d_o, row, live, DV).to(tl.float32)
             g_query = d_y
             hidden, read_slope = query, 0.0
             if DEPTH == 2:
@@ -242,7 +242,7 @@ def reverse_kernel(
                 )  # fmt: skip
             if RESIDUAL:
                 d_hidden += g_query
-            store_rows(d_q + row * DK, d_hidden, live, step * G * DK, BC, DK)
+            store_rows(d_q, row, d_hidden, live, DK)
 
         # the scalars
         if c is None:
@@ -311,8 +311,8 @@ def reverse_kernel(
             g_key = g_a
         if RESIDUAL:
             g_key += g_error
-        store_rows(d_k + token * DK, g_key, live, step * DK, BC, DK)
-        store_rows(d_v + token * DV, -g_error, live, step * DV, BC, DV)
+        store_rows(d_k, token, g_key, live, DK)
+        store_rows(d_v, token, -g_error, live, DV)
         if SPLIT:
             begins = j % R == 0
             if x is not None:

@@ -13,7 +13,7 @@ thing. Accumulation and state are float32, matrix operands DT. Travels with ever
 
 from __future__ import annotations
 
-from .kernels_parts_tnt import PLACES, dot, jit, place, standardise, through_standardise, tl, turned
+from .kernels_parts_tnt import PLACES, dot, jit, nearest, place, standardise, through_standardise, tl, turned
 
 
 @jit
@@ -42,16 +42,16 @@ def store_layers(base, hidden, top, DEPTH: tl.constexpr, DK: tl.constexpr, DA: t
 
 
 @jit
-def load_rows(base, live, stride, BC: tl.constexpr, WIDTH: tl.constexpr):
-    """[BC, WIDTH] rows `stride` elements apart, zeros where not `live`."""
-    where = base + tl.arange(0, BC)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
+def load_rows(base, rows, live, WIDTH: tl.constexpr):
+    """Those rows of a matrix, zeros where not `live`."""
+    where = base + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     return tl.load(where, mask=live[:, None], other=0.0)
 
 
 @jit
-def store_rows(base, x, live, stride, BC: tl.constexpr, WIDTH: tl.constexpr):
+def store_rows(base, rows, x, live, WIDTH: tl.constexpr):
     """The inverse of `load_rows`, rounded to the tensor's type."""
-    where = base + tl.arange(0, BC)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
+    where = base + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(where, x.to(base.dtype.element_ty), mask=live[:, None])
 
 
@@ -234,11 +234,11 @@ def forward_kernel(
                 store_layers(x_end + p * NW, X1, X2, DEPTH, DK, DA, DV)
         if H is not None:
             live = i < tl.minimum(ROWS, tokens - j * ROWS)
-            token = begin + j * ROWS * step
+            token = begin + nearest(j * ROWS + i, tokens) * step
         else:
-            token, step = block * ROWS, 1
-        key = load_rows(k + token * DK, live, step * DK, BC, DK)
-        value = load_rows(v + token * DV, live, step * DV, BC, DV).to(tl.float32)
+            token = block * ROWS + nearest(i, ROWS)
+        key = load_rows(k, token, live, DK)
+        value = load_rows(v, token, live, DV).to(tl.float32)
         a, slope, curve = top_input(X1, key, DEPTH, NAME, DT)
         delta, below, behind, error, h, inverse = inner_gradient(
             X2, key, value, a, slope, scale, shift, eps, DEPTH, DV, RESIDUAL, NORM, DT
@@ -263,7 +263,7 @@ def forward_kernel(
         if o is not None:
             for g in range(G):
                 row = token * G + g
-                query = load_rows(q + row * DK, live, step * G * DK, BC, DK)
+                query = load_rows(q, row, live, DK)
                 hidden = query
                 if DEPTH == 2:
                     z = read_layer(query, W1, S1, T1, A_rows, D_rows, pairs, key, below, DK, DA, MOMENTUM, DT)
@@ -274,7 +274,7 @@ def forward_kernel(
                     y = scale[None, :] * y + shift[None, :]
                 if RESIDUAL:
                     y += query.to(tl.float32)
-                store_rows(o + row * DV, y, live, step * G * DV, BC, DV)
+                store_rows(o, row, y, live, DV)
         if DEPTH == 2:
             W1, S1 = write_layer(W1, S1, T1, A_end, D_end, m_last, end_W, end_S, key, below, DK, DA, MOMENTUM, DT)
         W2, S2 = write_layer(W2, S2, T2, A_end, D_end, m_last, end_W, end_S, a, delta, DA, DV, MOMENTUM, DT)

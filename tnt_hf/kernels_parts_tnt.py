@@ -156,14 +156,29 @@ def place(p, B, T, S, H):
 
 
 @jit
+def nearest(i, tokens):
+    """Token i of some, or the nearest one that is there: what is masked has an address in its tensor, too."""
+    return tl.maximum(tl.minimum(i, tokens - 1), 0)
+
+
+@jit
 def chunk_place(chunk, C, P, B, T, S, H):
-    """The same of one chunk of C tokens, and without `H` of chunks that lie one after the other."""
+    """`place` of one chunk of C tokens, and without `H` of chunks that lie one after the other."""
     if H is None:
         return chunk * C, 1, C
     else:
         row, step, tokens = place(chunk % P, B, T, S, H)
         first = chunk // P * C
-        return row + first * step, step, tl.minimum(C, tokens - first)
+        return row + nearest(first, tokens) * step, step, tl.minimum(C, tokens - first)
+
+
+@jit
+def tile_rows(tile, begin, step, tokens, G: tl.constexpr, BR: tl.constexpr):
+    """Of a tile of the rows of a chunk, G for each token: where they are, which of them there are, and which of the
+    chunk they are."""
+    r = tile * BR + tl.arange(0, BR)
+    at = nearest(r, tokens * G)
+    return (begin + at // G * step) * G + at % G, r < tokens * G, at
 
 
 @jit

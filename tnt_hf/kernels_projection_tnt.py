@@ -25,6 +25,7 @@ from .kernels_parts_tnt import (
     dot,
     jit,
     load,
+    nearest,
     operand,
     place,
     row_norms,
@@ -61,9 +62,9 @@ def running_sums(
         j = length - 1 - back if REVERSE else back
         chunk = tl.load(starts + j) + p
         if H is not None:
-            token, inside = begin + (j * C + row) * step, row < tl.minimum(C, tokens - j * C)
+            token, inside = begin + nearest(j * C + row, tokens) * step, row < tl.minimum(C, tokens - j * C)
         else:
-            token, inside = chunk * C + row, row < C
+            token, inside = chunk * C + nearest(row, C), row < C
         store(before, chunk * K + x, everywhere, columns, total, K)
         for g in range(G):
             rows = token * G + g
@@ -82,7 +83,7 @@ def project(
     row, x = tl.arange(0, BC), tl.arange(0, K)
     causal = row[:, None] >= row[None, :]
     begin, step, tokens = chunk_place(chunk, C, P, B, T, S, H)
-    token, inside = begin + row * step, row < tokens
+    token, inside = begin + nearest(row, tokens) * step, row < tokens
     U = load(u, token, inside, x, K)
     W = load(M, chunk * K + x, x < K, x, K).to(DT)
     for g in range(G):
@@ -116,7 +117,7 @@ def project_reverse(
     row, x = tl.arange(0, BC), tl.arange(0, K)
     causal = row[:, None] >= row[None, :]
     begin, step, tokens = chunk_place(chunk, C, P, B, T, S, H)
-    token, inside = begin + row * step, row < tokens
+    token, inside = begin + nearest(row, tokens) * step, row < tokens
     U = load(u, token, inside, x, K)
     W = tl.load(M + chunk * K * K + x[None, :] * K + x[:, None]).to(DT)  # transposed
     behind = load(d_M, chunk * K + x, x < K, x, K) + tl.load(d_M + chunk * K * K + x[None, :] * K + x[:, None])
