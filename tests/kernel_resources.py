@@ -77,7 +77,6 @@ def local(
         shape = Shape(rows, blocks, groups, widths, depth, net, momentum, momentum or decay, bound, operands)
         absent = {"loss", "end", "x_end", "d_x_end"}
         for used, names in (
-
             (carried, "x d_x"), (norm, "gain bias d_gain d_bias"), (momentum or decay, "c d_c"),
             (not (momentum or decay), "d_theta"), (decay, "A d_A target d_target"),
             (momentum, "D s_end m_end d_D d_s_end d_m_end"),

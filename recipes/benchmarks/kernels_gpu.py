@@ -187,10 +187,8 @@ def kernel_seconds(call) -> dict[str, float]:
     return {name: round(sum(x.device_time for x in events if x.name == name) / 1e6, 6) for name in KERNELS}
 
 
-def layer(name: str, args) -> dict | str:
+def layer(name: str, args) -> dict:
     """One memory of a layer, alone."""
-    if args.device == "cpu":
-        return NOT_MEASURED
     of = calls(CASES[name], args.layer_tokens, args, triton)
     return {"seconds": seconds({"triton": of}, args.rounds)["triton"]} | {
         f"kernels of {what}": kernel_seconds(call) for what, call in of.items()
@@ -214,18 +212,22 @@ def measure(name: str, kind: str, args) -> dict | str:
     """One entry of the report."""
     if unavailable(torch.device(args.device)):
         return NOT_MEASURED
+    if name == MODEL:
+        return {"error": check_model(args), "limits": MODEL_LIMITS}
+    found, limits = check(CASES[name], args, getattr(torch, kind)), LIMITS[kind]
+    entry = {"error": dict(zip(("output", "gradient"), found)), "limits": limits, "seconds": NOT_MEASURED}
+    right = all(error <= limit for error, limit in zip(found, limits))
+    if args.device != "cpu" and kind == TIMED and right:
+        ops = {"triton": triton, "chunk": chunk}
+        contestants = {n: calls(CASES[name], args.tokens, args, op) for n, op in ops.items()}
+        entry["seconds"] = seconds(contestants, args.rounds)
+    return entry
+
+
+def attempt(function, *arguments) -> dict | str:
+    """What it returns, or what it failed with."""
     try:
-        if name == MODEL:
-            return {"error": check_model(args), "limits": MODEL_LIMITS}
-        found, limits = check(CASES[name], args, getattr(torch, kind)), LIMITS[kind]
-        entry = {"error": dict(zip(("output", "gradient"), found)), "limits": limits, "seconds": NOT_MEASURED}
-        right = all(error <= limit for error, limit in zip(found, limits))
-        if args.device != "cpu" and kind == TIMED and right:
-            ops = {"triton": triton, "chunk": chunk}
-            entry["seconds"] = seconds(
-                {n: calls(CASES[name], args.tokens, args, op) for n, op in ops.items()}, args.rounds
-            )
-        return entry
+        return function(*arguments)
     except Exception as error:  # a compiler's, a driver's: what it says is the result, and the other cases go on
         return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
 
@@ -246,11 +248,13 @@ def main(argv: list[str] | None = None) -> None:
     report |= {"run_by": run_by(args.device), "layer": {}, "cases": {}}
     for name in tqdm(args.cases.split(","), unit="case"):
         report["cases"][name] = {
-            kind: measure(name, kind, args) for kind in (LIMITS if name != MODEL else ["float32"])
+            kind: attempt(measure, name, kind, args) for kind in (LIMITS if name != MODEL else ["float32"])
         }
+        tqdm.write(f"{name}: {json.dumps(report['cases'][name])}")
         if name in LAYERS:
-            report["layer"][name] = layer(name, args)
-        tqdm.write(f"{name}: {json.dumps(report['cases'][name])} {json.dumps(report['layer'].get(name, ''))}")
+            found = report["cases"][name][TIMED]
+            timed = found != NOT_MEASURED and found.get("seconds", NOT_MEASURED) != NOT_MEASURED
+            report["layer"][name] = attempt(layer, name, args) if timed else NOT_MEASURED
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
