@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from .kernels_local_tnt import (
     activate,
+    block_tokens,
     bound_scale,
     inner_gradient,
     load_layers,
@@ -25,7 +26,7 @@ from .kernels_local_tnt import (
     store_rows,
     top_input,
 )
-from .kernels_parts_tnt import PLACES, dot, exceeds, jit, nearest, place, standardise, through_standardise, tl, turned
+from .kernels_parts_tnt import PLACES, dot, exceeds, jit, place, standardise, through_standardise, tl, turned
 
 
 @jit
@@ -125,12 +126,10 @@ def reverse_kernel(
     p = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BC)
     used = i < ROWS
-    live = used
     wide = tl.arange(0, DV)
     total = tl.load(lengths + p)
     stop = tl.minimum(last, total)
-    if H is not None:
-        begin, step, tokens = place(p, B, T, S, H)
+    begin, step, tokens = place(p, B, T, S, H)
     none = tl.zeros((1,), tl.float32)
     d_S1, d_S2, d_T1, d_T2, d_X1, d_X2 = none, none, none, none, none, none
     g_gain, g_bias, scale, shift = none, none, None, None
@@ -152,11 +151,7 @@ def reverse_kernel(
     for back in range(first, stop):
         j = stop - 1 - (back - first)
         block = (tl.load(starts + j // R) + p) * R + j % R
-        if H is not None:
-            live = i < tl.minimum(ROWS, tokens - j * ROWS)
-            token = begin + nearest(j * ROWS + i, tokens) * step
-        else:
-            token = block * ROWS + nearest(i, ROWS)
+        token, live = block_tokens(block, j, begin, step, tokens, H, ROWS, BC)
         key = load_rows(k, token, live, DK)
         value = load_rows(v, token, live, DV).to(tl.float32)
         S1, S2 = none, none

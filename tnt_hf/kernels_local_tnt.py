@@ -49,6 +49,16 @@ def load_rows(base, rows, live, WIDTH: tl.constexpr):
 
 
 @jit
+def block_tokens(block, j, begin, step, tokens, H, ROWS: tl.constexpr, BC: tl.constexpr):
+    """Where the tokens of a program's block j are, the `block`-th of all, and which of them there are; see `place`."""
+    i = tl.arange(0, BC)
+    if H is None:
+        return block * ROWS + nearest(i, ROWS), i < ROWS
+    else:
+        return begin + nearest(j * ROWS + i, tokens) * step, i < tl.minimum(ROWS, tokens - j * ROWS)
+
+
+@jit
 def store_rows(base, rows, x, live, WIDTH: tl.constexpr):
     """The inverse of `load_rows`, rounded to the tensor's type."""
     where = base + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -196,10 +206,8 @@ def forward_kernel(
     p = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BC)
     used = i < ROWS
-    live = used
     total = tl.load(lengths + p)
-    if H is not None:
-        begin, step, tokens = place(p, B, T, S, H)
+    begin, step, tokens = place(p, B, T, S, H)
     S1, S2 = tl.zeros((1,), tl.float32), tl.zeros((1,), tl.float32)
     W1, W2 = load_layers(state + p * state_stride, DEPTH, DK, DA, DV, "")
     if MOMENTUM:
@@ -232,11 +240,7 @@ def forward_kernel(
         if x_end is not None:
             if j == total - 1:
                 store_layers(x_end + p * NW, X1, X2, DEPTH, DK, DA, DV)
-        if H is not None:
-            live = i < tl.minimum(ROWS, tokens - j * ROWS)
-            token = begin + nearest(j * ROWS + i, tokens) * step
-        else:
-            token = block * ROWS + nearest(i, ROWS)
+        token, live = block_tokens(block, j, begin, step, tokens, H, ROWS, BC)
         key = load_rows(k, token, live, DK)
         value = load_rows(v, token, live, DV).to(tl.float32)
         a, slope, curve = top_input(X1, key, DEPTH, NAME, DT)

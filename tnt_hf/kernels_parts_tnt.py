@@ -149,10 +149,13 @@ def store(pointer, rows, inside, columns, value, WIDTH: tl.constexpr):
 @jit
 def place(p, B, T, S, H):
     """Program p of a dense grid, in rows of `[B, T, H]`: of its first token, from a token to the next, and how many
-    tokens there are."""
-    row = p // H
-    start = row // B * S
-    return (row % B * T + start) * H + p % H, H, tl.minimum(S, T - start)
+    tokens there are. Without `H` there is no such grid, and nobody asks."""
+    if H is None:
+        return 0, 1, 0
+    else:
+        row = p // H
+        start = row // B * S
+        return (row % B * T + start) * H + p % H, H, tl.minimum(S, T - start)
 
 
 @jit
