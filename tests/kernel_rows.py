@@ -6,12 +6,14 @@ with bfloat16 operands: what to compile to see their registers and spills.
 
 import triton.language as tl
 
-from tnt_hf.kernels_chunk_tnt import advance, read, read_reverse, retreat, write_reverse, write_sums
+from tnt_hf.kernels_chunk_tnt import read, read_reverse, write_reverse, write_sums
 from tnt_hf.kernels_decode_tnt import ELEMENTS as DECODED
 from tnt_hf.kernels_decode_tnt import token
 from tnt_hf.kernels_features_tnt import ELEMENTS as FEATURES
 from tnt_hf.kernels_features_tnt import features, features_reverse
 from tnt_hf.kernels_global_tnt import (
+    BLOCK,
+    GROUP,
     READ_REVERSE_ROWS,
     READ_ROWS,
     WRITE_REVERSE_ROWS,
@@ -20,6 +22,7 @@ from tnt_hf.kernels_global_tnt import (
 )
 from tnt_hf.kernels_parts_tnt import REGISTERS
 from tnt_hf.kernels_projection_tnt import COLUMNS, ELEMENTS, project, project_reverse, running_sums, through_norm
+from tnt_hf.kernels_state_tnt import advance, retreat
 
 
 D = 64
@@ -48,7 +51,7 @@ TOKENS = dict.fromkeys(
     "*bf16",
 )
 NUMBERS = dict.fromkeys(("C", "T", "row_stride", "R", "H", "tiles", "interval", "splits", "rest"), "i32")
-NUMBERS |= dict.fromkeys(("first", "P", "B", "S"), "i32")
+NUMBERS |= dict.fromkeys(("first", "then", "P", "B", "S"), "i32")
 NUMBERS |= dict.fromkeys(("read_splits", "write_splits", "written"), "i32") | dict.fromkeys(("eps", "bound"), "fp32")
 TYPES = {**TOKENS, **NUMBERS, "starts": "*i32", "lengths": "*i32", "time": "*i64", "ids": "*i64", "present": "*i8"}
 
@@ -85,10 +88,16 @@ def tokens() -> dict:
 
 def chunk(name: str, expansion=1, depth=2, momentum=False, forgetting=False, norm=False, bound=False, DT=tl.bfloat16):
     """The global memory's kernels, in a model that trains."""
-    large, size = expansion > 1 or norm, D * D * expansion
+    large = expansion > 1 or norm
     net = {"K": D, "E": D * expansion, "V": D, "L": depth, "ACT": "silu", "RESIDUAL": False, "NORM": norm}
     net |= {"G": 1, "DT": DT, "MOMENTUM": momentum, "BOUND": bound, "LOSS": False}
-    state = {"size": size, "BLOCK": 1024, "FORGET": "init" if forgetting else "none", "MOMENTUM": momentum}
+    state = {
+        "FLOATS": D * D * expansion * depth,
+        "BLOCK": BLOCK,
+        "GROUP": GROUP,
+        "FORGET": "init" if forgetting else "none",
+        "MOMENTUM": momentum,
+    }
     back = (WRITE_REVERSE_ROWS_MOMENTUM if momentum else WRITE_REVERSE_ROWS)[large]
     return {
         f"global read, {name}": row(read, 4, BR=READ_ROWS[large], **net),

@@ -88,7 +88,8 @@ ARROWS = {
     "native_programs_tnt": set(),
     "native_build_tnt": {"native_products_tnt", "native_forward_tnt", "native_reverse_tnt", "native_programs_tnt"},
     "native_tnt": {"coefficients_tnt", "derivative_tnt", "native_build_tnt", "plan_tnt", "scan_tnt"},
-    "kernels_global_tnt": {"derivative_tnt", "kernels_parts_tnt", "kernels_chunk_tnt"},
+    "kernels_state_tnt": {"kernels_parts_tnt"},
+    "kernels_global_tnt": {"derivative_tnt", "kernels_parts_tnt", "kernels_chunk_tnt", "kernels_state_tnt"},
     "kernels_decode_tnt": {"kernels_parts_tnt"},
     "memory_tnt": {
         "step_tnt",

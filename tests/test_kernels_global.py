@@ -28,9 +28,13 @@ def test_splits_cover_a_chunk_once(chunks, rows):
     assert chunks * shape.splits <= max(kernels.PROGRAMS, chunks)
 
 
-def apply(plan, depth, qk, *rest):
-    """The kernels, as the scan is called."""
-    return kernels.TritonGlobal.apply(plan, depth, *qk.split(plan.rows(qk), 1), *rest)
+def apply(plan, depth, qk, v, *rest):
+    """The kernels, called and returning as `ChunkScan` does."""
+    (*coef, gain, bias), states = rest[:8], [rest[i : i + depth] for i in range(8, len(rest), depth)]
+    W, xi, S, target = (None if x[0] is None else x for x in states)
+    ln = None if gain is None else (gain, bias)
+    o, loss, *final = kernels.global_scan(plan, *qk.split(plan.rows(qk), 1), v, coef, ln, target, xi, W, S)
+    return o, loss, *(y for x in final for y in x or [None] * depth)
 
 
 def use_kernels(monkeypatch, apply=apply):

@@ -4,9 +4,11 @@ Axis legend
     P programs: grid rows x memory heads   N chunks of all programs   C tokens per chunk   R = C G query rows
     B batch   T tokens   S tokens between resets   H memory heads: with them q, k, v and o are `[B, T, H (G), D]`
     L layers (1 or 2)   K key, E hidden, V value width (a single layer has E = V)
+    FLOATS of all layers' weights, which lie one behind the other: `[P, FLOATS]`, `[N, FLOATS]`
     a program of the kernels: one chunk and one of its splits, which runs through `tiles` tiles of BR rows
 
-`advance` and `retreat` go from one chunk's state to the next one's, and back, for one layer of `size` weights.
+Programs p that are at a chunk are the first of all; what is kept of chunks they find at `first` + p. How the state
+behind a chunk comes of these sums is in `kernels_state_tnt`.
 
 Operands are in DT (bf16 or fp32), sums and all else in float32. The gradient bound multiplies c_i and s_i by
 r_i = min(1, bound / |g_i|), |g_i|^2 = sum_l |a_{l-1,i}|^2 |delta_{l,i}|^2. Travels with every pushed checkpoint.
@@ -23,7 +25,6 @@ from .kernels_parts_tnt import (
     exceeds,
     jit,
     load,
-    only,
     phi,
     slope,
     standardise,
@@ -36,17 +37,19 @@ from .kernels_parts_tnt import (
 
 @jit(do_not_specialize=PLACES)
 def read(
-    q, w1, w2, gain, bias, o, eps, P, B, T, S, H, C, tiles, G: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    q, w, gain, bias, o, eps, P, B, T, S, H, C, tiles, G: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
     V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
     DT: tl.constexpr,
 ):  # fmt: skip
     """o `[N, R, V]` = f(W, q `[N, R, K]`) with each chunk's weights, and gain and bias `[N, V]` of a LayerNorm."""
     chunk, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * tiles
     begin, step, tokens = chunk_place(chunk, C, P, B, T, S, H)
+    FLOATS: tl.constexpr = K * E + (L - 1) * E * V
     x, y, h = tl.arange(0, K), tl.arange(0, V), tl.arange(0, E)
-    W1 = load(w1, chunk * K + x, x < K, h, E).to(DT)
+    w += chunk * FLOATS
+    W1 = load(w, x, x < K, h, E).to(DT)
     if L == 2:
-        W2 = load(w2, chunk * E + h, h < E, y, V).to(DT)
+        W2 = load(w + K * E, h, h < E, y, V).to(DT)
     for i in range(tiles):
         row, inside, _ = tile_rows(first + i, begin, step, tokens, G, BR)
         X = load(q, row, inside, x, K)
@@ -63,19 +66,22 @@ def read(
 
 @jit(do_not_specialize=PLACES)
 def read_reverse(
-    q, w1, w2, gain, d_o, d_q, d_w1, d_w2, d_gain, d_bias, eps, P, B, T, S, H, C, tiles, G: tl.constexpr,
-    K: tl.constexpr, E: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr,
+    q, w, gain, d_o, d_q, d_w, d_gain, d_bias, eps, P, B, T, S, H, C, tiles, G: tl.constexpr, K: tl.constexpr,
+    E: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr,
     RESIDUAL: tl.constexpr, NORM: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `read`: d_q, and each split's share of the weights' and the LayerNorm's `[N, splits, ...]`."""
+    """The gradients of `read`: d_q, and each split's share of the weights' and the LayerNorm's, `[N, splits, ...]`."""
     chunk, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = chunk * tl.num_programs(1) + split
     begin, step, tokens = chunk_place(chunk, C, P, B, T, S, H)
+    FLOATS: tl.constexpr = K * E + (L - 1) * E * V
     x, y, h = tl.arange(0, K), tl.arange(0, V), tl.arange(0, E)
-    W1 = load(w1, chunk * K + x, x < K, h, E).to(DT)
+    w += chunk * FLOATS
+    d_w += part * FLOATS
+    W1 = load(w, x, x < K, h, E).to(DT)
     d_W1 = tl.zeros([K, E], tl.float32)
     if L == 2:
-        W2 = load(w2, chunk * E + h, h < E, y, V).to(DT)
+        W2 = load(w + K * E, h, h < E, y, V).to(DT)
         d_W2 = tl.zeros([E, V], tl.float32)
     if NORM:
         d_G, d_B = tl.zeros([V], tl.float32), tl.zeros([V], tl.float32)
@@ -101,9 +107,9 @@ def read_reverse(
         if RESIDUAL:
             d_X += d_out.to(tl.float32)
         store(d_q, row, inside, x, d_X, K)
-    store(d_w1, part * K + x, x < K, h, d_W1, E)
+    store(d_w, x, x < K, h, d_W1, E)
     if L == 2:
-        store(d_w2, part * E + h, h < E, y, d_W2, V)
+        store(d_w + K * E, h, h < E, y, d_W2, V)
     if NORM:
         tl.store(d_gain + part * V + y, d_G)
         tl.store(d_bias + part * V + y, d_B)
@@ -111,21 +117,24 @@ def read_reverse(
 
 @jit(do_not_specialize=PLACES)
 def write_sums(
-    k, v, w1, w2, gain, bias, c, s, loss, sum1, sum2, sum1_S, sum2_S, eps, bound, first, P, B, T, S, H, C, tiles,
-    K: tl.constexpr, E: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr,
-    RESIDUAL: tl.constexpr, NORM: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr, LOSS: tl.constexpr,
+    k, v, w, gain, bias, c, s, loss, sums, sums_S, eps, bound, first, P, B, T, S, H, C, tiles, K: tl.constexpr,
+    E: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, ACT: tl.constexpr, RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr, MOMENTUM: tl.constexpr, BOUND: tl.constexpr, LOSS: tl.constexpr,
     DT: tl.constexpr,
 ):  # fmt: skip
-    """Each split's share of sum_i c_i g_i and, with momentum, of sum_i s_i g_i: `[P, splits, d_in, d_out]` per layer;
-    `loss` `[P, C]` before the write. k and v are of all chunks, from `first` on; all else is of these."""
+    """Each split's share of sum_i c_i g_i and, with momentum, of sum_i s_i g_i, `[P, splits, FLOATS]`; `loss` `[N, C]`
+    before the write."""
     p, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = p * tl.num_programs(1) + split
-    begin, step, tokens = chunk_place(first + p, C, P, B, T, S, H)
+    chunk = first + p
+    begin, step, tokens = chunk_place(chunk, C, P, B, T, S, H)
+    FLOATS: tl.constexpr = K * E + (L - 1) * E * V
     x, y, h = tl.arange(0, K), tl.arange(0, V), tl.arange(0, E)
-    W1 = load(w1, p * K + x, x < K, h, E).to(DT)
+    w += chunk * FLOATS
+    W1 = load(w, x, x < K, h, E).to(DT)
     G1 = tl.zeros([K, E], tl.float32)
     if L == 2:
-        W2 = load(w2, p * E + h, h < E, y, V).to(DT)
+        W2 = load(w + K * E, h, h < E, y, V).to(DT)
         G2 = tl.zeros([E, V], tl.float32)
     if MOMENTUM:
         G1_S = tl.zeros([K, E], tl.float32)
@@ -133,7 +142,7 @@ def write_sums(
             G2_S = tl.zeros([E, V], tl.float32)
     for i in range(tiles):
         row, inside, at = tile_rows(split * tiles + i, begin, step, tokens, 1, BR)
-        token = p * C + at
+        token = chunk * C + at
         X = load(k, row, inside, x, K)
         e = -load(v, row, inside, y, V).to(tl.float32)
         if RESIDUAL:
@@ -174,43 +183,49 @@ def write_sums(
             G1_S += dot(tl.trans(X), scale[:, None] * delta, DT)
             if L == 2:
                 G2_S += dot(tl.trans(a), scale[:, None] * top, DT)
-    store(sum1, part * K + x, x < K, h, G1, E)
+    store(sums + part * FLOATS, x, x < K, h, G1, E)
     if L == 2:
-        store(sum2, part * E + h, h < E, y, G2, V)
+        store(sums + part * FLOATS + K * E, h, h < E, y, G2, V)
     if MOMENTUM:
-        store(sum1_S, part * K + x, x < K, h, G1_S, E)
+        store(sums_S + part * FLOATS, x, x < K, h, G1_S, E)
         if L == 2:
-            store(sum2_S, part * E + h, h < E, y, G2_S, V)
+            store(sums_S + part * FLOATS + K * E, h, h < E, y, G2_S, V)
 
 
 @jit(do_not_specialize=PLACES)
 def write_reverse(
-    k, v, w1, w2, gain, bias, c, s, g1, g2, g1_S, g2_S, d_k, d_v, d_c, d_s, d_w1, d_w2, d_gain, d_bias, eps, bound,
-    first, P, B, T, S, H, C, tiles, K: tl.constexpr, E: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    k, v, w, gain, bias, c, s, g, g_S, d_k, d_v, d_c, d_s, d_w, d_gain, d_bias, eps, bound, first, P, B, T, S, H, C,
+    tiles, K: tl.constexpr, E: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     BR: tl.constexpr, ACT: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, MOMENTUM: tl.constexpr,
     BOUND: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a chunk's update with respect to what it was computed from, given those of the weights (g) and
-    the momentum (g_S) behind it, `[P, d_in, d_out]`; `[P, splits, ...]` is each split's share of those of W_xi (d_w)
-    and of the LayerNorm."""
+    the momentum (g_S) behind it, `[P, FLOATS]`; `[P, splits, ...]` is each split's share of those of W_xi (d_w) and of
+    the LayerNorm."""
     p, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = p * tl.num_programs(1) + split
-    begin, step, tokens = chunk_place(first + p, C, P, B, T, S, H)
+    chunk = first + p
+    begin, step, tokens = chunk_place(chunk, C, P, B, T, S, H)
+    FLOATS: tl.constexpr = K * E + (L - 1) * E * V
     x, y, h = tl.arange(0, K), tl.arange(0, V), tl.arange(0, E)
-    W1, behind1 = load(w1, p * K + x, x < K, h, E).to(DT), load(g1, p * K + x, x < K, h, E).to(DT)
+    w += chunk * FLOATS
+    g += p * FLOATS
+    d_w += part * FLOATS
+    W1, behind1 = load(w, x, x < K, h, E).to(DT), load(g, x, x < K, h, E).to(DT)
     d_W1 = tl.zeros([K, E], tl.float32)
     if L == 2:
-        W2, behind2 = load(w2, p * E + h, h < E, y, V).to(DT), load(g2, p * E + h, h < E, y, V).to(DT)
+        W2, behind2 = load(w + K * E, h, h < E, y, V).to(DT), load(g + K * E, h, h < E, y, V).to(DT)
         d_W2 = tl.zeros([E, V], tl.float32)
     if MOMENTUM:
-        behind1_S = load(g1_S, p * K + x, x < K, h, E).to(DT)
+        g_S += p * FLOATS
+        behind1_S = load(g_S, x, x < K, h, E).to(DT)
         if L == 2:
-            behind2_S = load(g2_S, p * E + h, h < E, y, V).to(DT)
+            behind2_S = load(g_S + K * E, h, h < E, y, V).to(DT)
     if NORM:
         d_G, d_B = tl.zeros([V], tl.float32), tl.zeros([V], tl.float32)
     for i in range(tiles):
         row, inside, at = tile_rows(split * tiles + i, begin, step, tokens, 1, BR)
-        token = p * C + at
+        token = chunk * C + at
         X = load(k, row, inside, x, K)
         e = -load(v, row, inside, y, V).to(tl.float32)
         if RESIDUAL:
@@ -314,86 +329,9 @@ def write_reverse(
             d_X += d_e
         store(d_k, row, inside, x, d_X, K)
         store(d_v, row, inside, y, -d_e, V)
-    store(d_w1, part * K + x, x < K, h, d_W1, E)
+    store(d_w, x, x < K, h, d_W1, E)
     if L == 2:
-        store(d_w2, part * E + h, h < E, y, d_W2, V)
+        store(d_w + K * E, h, h < E, y, d_W2, V)
     if NORM:
         tl.store(d_gain + part * V + y, d_G)
         tl.store(d_bias + part * V + y, d_B)
-
-
-@jit
-def shares_of(shares, p, at, splits, size: tl.constexpr):
-    """The sum of a program's shares, always in the same order."""
-    total = tl.load(shares + p * splits * size + at)
-    for i in range(1, splits):
-        total += tl.load(shares + (p * splits + i) * size + at)
-    return total
-
-
-@jit
-def advance(
-    w, s, target, sums, sums_S, A, D, m, next_w, next_s, splits, rest, size: tl.constexpr, BLOCK: tl.constexpr,
-    FORGET: tl.constexpr, MOMENTUM: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
-    """The state behind a chunk, in place and, for the first `rest` programs, where the next chunk keeps it (next_s: if
-    KEPT). A, D, m `[P]`."""
-    p, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    W = tl.load(w + p * size + at)
-    if FORGET != "none":
-        keep = tl.load(A + p)
-        W *= keep
-        if FORGET == "init":
-            W += (1 - keep) * tl.load(target + p * size + at)
-    if MOMENTUM:
-        S = tl.load(s + p * size + at)
-        W += tl.load(D + p) * S
-        S = tl.load(m + p) * S - shares_of(sums_S, p, at, splits, size)
-        tl.store(s + p * size + at, S)
-        if KEPT:
-            tl.store(next_s + p * size + at, S, mask=only(at, p < rest))
-    W -= shares_of(sums, p, at, splits, size)
-    tl.store(w + p * size + at, W)
-    tl.store(next_w + p * size + at, W, mask=only(at, p < rest))
-
-
-@jit
-def retreat(
-    d_w, d_s, d_start, d_target, w, s, target, reads, writes, A, D, m, d_A, d_D, d_m, read_splits, write_splits,
-    written, size: tl.constexpr, BLOCK: tl.constexpr, FORGET: tl.constexpr, MOMENTUM: tl.constexpr,
-):  # fmt: skip
-    """The gradients d_w, d_s of the state before a chunk from those behind it, in place: through the update (the first
-    `written` programs'), and the shares of its reads and writes in d_start, which may be d_w. Adds to d_target, d_A,
-    d_D and d_m."""
-    p = tl.program_id(0).to(tl.int64)
-    A_dots, D_dots, m_dots = (
-        tl.zeros([BLOCK], tl.float32),
-        tl.zeros([BLOCK], tl.float32),
-        tl.zeros([BLOCK], tl.float32),
-    )
-    for i in range(size // BLOCK):
-        at = i * BLOCK + tl.arange(0, BLOCK)
-        here = p * size + at
-        dw = tl.load(d_w + here)
-        if MOMENTUM:
-            S, ds = tl.load(s + here), tl.load(d_s + here)
-            D_dots += dw * S
-            m_dots += ds * S
-            tl.store(d_s + here, tl.load(m + p) * ds + tl.load(D + p) * dw)
-        if FORGET != "none":
-            keep, moved = tl.load(A + p), tl.load(w + here)
-            if FORGET == "init":
-                moved -= tl.load(target + here)
-                tl.store(d_target + here, tl.load(d_target + here) + (1 - keep) * dw)
-            A_dots += dw * moved
-            dw *= keep
-            tl.store(d_w + here, dw)
-        pull = shares_of(reads, p, at, read_splits, size)
-        if p < written:
-            pull += shares_of(writes, p, at, write_splits, size)
-        tl.store(d_start + here, tl.load(d_start + here) + pull)
-    if MOMENTUM:
-        tl.store(d_D + p, tl.load(d_D + p) + tl.sum(D_dots, 0))
-        tl.store(d_m + p, tl.load(d_m + p) + tl.sum(m_dots, 0))
-    if FORGET != "none":
-        tl.store(d_A + p, tl.load(d_A + p) + tl.sum(A_dots, 0))

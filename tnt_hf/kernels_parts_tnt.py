@@ -8,10 +8,12 @@ Products take bf16 or fp32 operands and accumulate in float32. Travels with ever
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache, lru_cache
 
 import torch
+from torch import Tensor
 
 from .network_tnt import ROUNDING
 
@@ -72,7 +74,7 @@ def generation(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=64)
-def tables(counts: tuple, starts: tuple, device: torch.device, blocks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(counts: tuple, starts: tuple, device: torch.device, blocks: int = 1) -> tuple[Tensor, Tensor]:
     """`starts`, the first program of each step, and the number of blocks of each program, `blocks` a step, int32 on
     `device`: kept, because a copy from the host waits for all work that is under way."""
     ends = [*counts[1:], 0]
@@ -88,6 +90,16 @@ def rows_of_tile(rows: int, most: int = 64) -> int:
 def operand(dtype: torch.dtype):
     """Triton's name for an operand type."""
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+
+
+def packed(tensors: list[Tensor] | None) -> Tensor | None:
+    """Matrices `[P, ...]` of each program, one after the other in `[P, floats]`."""
+    return None if tensors is None else torch.cat([x.flatten(1) for x in tensors], 1)
+
+
+def unpacked(x: Tensor, shapes: list) -> list[Tensor]:
+    """The inverse of `packed`."""
+    return [y.unflatten(1, shape) for y, shape in zip(x.split([math.prod(shape) for shape in shapes], 1), shapes)]
 
 
 @jit

@@ -8,7 +8,6 @@ Reads "current" run here, by `kernels_local_tnt` and its backward, reads at the 
 Travels with every pushed checkpoint.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,10 +15,21 @@ from torch import Tensor
 
 from .coefficients_tnt import Coef, chunk_coefficients
 from .derivative_tnt import once_differentiable
-from .kernels_global_tnt import TritonGlobal
+from .kernels_global_tnt import global_scan
 from .kernels_local_reverse_tnt import reverse_kernel
 from .kernels_local_tnt import forward_kernel
-from .kernels_parts_tnt import NOWHERE, REGISTERS, SM_90, generation, operand, rows_of_tile, shared_memory, tables
+from .kernels_parts_tnt import (
+    NOWHERE,
+    REGISTERS,
+    SM_90,
+    generation,
+    operand,
+    packed,
+    rows_of_tile,
+    shared_memory,
+    tables,
+    unpacked,
+)
 from .plan_tnt import Plan
 
 
@@ -112,12 +122,8 @@ def triton_scan(plan: Plan, q, k, v, scalars, ln, target, xi, W, S):
     o has it too). With `plan.dense` q, k, v and o are `[B, T, heads, D]`. Gradients flow through states."""
     C, depth = scalars[0].shape[1], len(W)
     if not plan.current:
-        coef, none = chunk_coefficients(*scalars, False), [None] * depth
-        states = [*W, *(xi or none), *(S or none), *(target or none)]
         with torch.cuda.device_of(q):
-            o, loss, *final = TritonGlobal.apply(plan, depth, q, k, v, *coef, *(ln or (None, None)), *states)
-        kinds = [final[i * depth : (i + 1) * depth] for i in range(3)]
-        return o, loss, *(None if x[0] is None else list(x) for x in kinds)
+            return global_scan(plan, q, k, v, chunk_coefficients(*scalars, False), ln, target, xi, W, S)
     rows, blocks = Shape.split(C)
     coef = chunk_coefficients(*(None if x is None else x.reshape(-1, rows) for x in scalars), True)
     widths = W[0].shape[1], W[-1].shape[1], W[-1].shape[2]
@@ -138,16 +144,6 @@ def triton_scan(plan: Plan, q, k, v, scalars, ln, target, xi, W, S):
     if isinstance(plan.full, Tensor):  # a complete chunk is over: the next one starts at W
         start = [torch.where(plan.full[:, None, None], w, y) for w, y in zip(last, start)]
     return o, loss, last[:depth], start, last[depth:] or None
-
-
-def packed(tensors: list[Tensor] | None) -> Tensor | None:
-    """Matrices `[P, ...]` of each program, one after the other in `[P, floats]`."""
-    return None if tensors is None else torch.cat([x.flatten(1) for x in tensors], 1)
-
-
-def unpacked(x: Tensor, shapes: list) -> list[Tensor]:
-    """The inverse of `packed`."""
-    return [y.unflatten(1, shape) for y, shape in zip(x.split([math.prod(shape) for shape in shapes], 1), shapes)]
 
 
 class TritonScan(torch.autograd.Function):
