@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from .cache_name_tnt import with_cache_name
 from .compiler_tnt import is_exporting
 from .configuration_tnt import TNTConfig
-from .convolution_tnt import TNTCausalConv, convolve_token
+from .convolution_tnt import TNTCausalConv, convolve_token, is_one_product
 from .features_tnt import pairs, quadratic
 from .gate_tnt import TNTMemoryGate, TNTRMSNorm
 from .kernels_choice_tnt import (
@@ -32,6 +32,7 @@ from .kernels_choice_tnt import (
     untrusted,
 )
 from .kernels_parts_tnt import INTERPRETED
+from .native_step_tnt import NativeStep, steps_natively
 from .network_tnt import Net, norms
 from .precision_tnt import autocast_dtype, cast, full_precision, rounded, wide
 from .projection_tnt import project_queries
@@ -92,6 +93,7 @@ class TNTMemory(nn.Module):
         # "mix" is published on the plain output, which a norm would change
         self.norm = None if config.memory_gate == "mix" else TNTRMSNorm(D, eps=config.rms_norm_eps)
         self.gate = TNTMemoryGate(config)
+        self.native_step: NativeStep | None = None
         if config.variant != "mag":
             self.o_proj = nn.Linear(self.channels[0], config.hidden_size, bias=False)
         if config.variant == "mal":
@@ -187,14 +189,27 @@ class TNTMemory(nn.Module):
         """`forward` for one token `[B, 1, hidden]` after `state`, which is overwritten."""
         B, H, D = hidden_states.shape[0], self.channels[1] // self.head_dim, self.head_dim
         here = None if mask is None else mask[:, 0]
-        clock = Clock.of(state.time, here) if clock is None else clock
         if shared is None:
             shared = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        if self.taps:
-            convs = [self.q_conv, self.k_conv, self.v_conv]
+        convs = [self.q_conv, self.k_conv, self.v_conv] if self.taps else []
+        value, dtype = self.config.memory_implementation, state.memories[0].weights[0].dtype
+        native = steps_natively(self, FIELD, value, [hidden_states, *shared], dtype)
+        whole = not native or any(x.dtype != dtype for x in shared) or not all(is_one_product(f, dtype) for f in convs)
+        if convs and whole:
             x, tail = convolve_token(convs, shared, state.conv, mask)
             state.conv.copy_(tail)
             shared = [x]
+        if native:
+            whole = len(shared) == 1
+            if self.native_step is None or not self.native_step.fits(layout, B, whole):
+                self.native_step = NativeStep(self, layout, B, whole)
+            tokens = [cast(x, dtype) for x in shared]
+            o, surprise = self.native_step(
+                self, cast(hidden_states[:, 0], dtype), tokens, state, here, output_surprise
+            )
+            surprise = None if surprise is None else surprise.mean(1, keepdim=True)
+            return cast(o.view(B, 1, -1), hidden_states.dtype), surprise
+        clock = Clock.of(state.time, here) if clock is None else clock
         with full_precision(hidden_states.device):
             q, k, v = memory_token(shared, self.channels, D, self.feature_map, self.value_norm)
             present = None

@@ -117,7 +117,7 @@ def convolve_token(
     window = torch.cat([tail, x.transpose(1, 2)], -1)
     new_tail = window[..., 1:]
     grad = torch.is_grad_enabled() or torch.is_autocast_enabled(window.device.type)
-    if not grad and all(_is_one_product(conv, window) for conv in convs):
+    if not grad and all(is_one_product(conv, window.dtype) for conv in convs):
         # For one token a convolution's set-up costs many times its arithmetic.
         weight = torch.cat([conv.weight for conv in convs])[:, 0]
         wide = window if window.dtype.itemsize >= 4 else window.float()
@@ -189,11 +189,13 @@ def _documents(mask: Tensor | None, segment_ids: Tensor) -> tuple[Tensor, int]:
     return documents, int(documents.max())
 
 
-def _is_one_product(conv: nn.Module, window: Tensor) -> bool:
-    """Whether calling `conv` multiplies each channel of `window` by its weights and does nothing else."""
-    if not isinstance(conv, TNTCausalConv):
-        return False
-    if conv._forward_hooks or conv._forward_pre_hooks or "forward" in vars(conv):
-        return False
-    weight = conv.weight
-    return window.shape[2] == weight.shape[2] and window.dtype == weight.dtype
+def is_one_product(conv: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether calling `conv` multiplies each channel of a window of `dtype` by its weights and does nothing else."""
+    return is_plain(conv, TNTCausalConv) and conv.weight.dtype == dtype
+
+
+def is_plain(module: nn.Module, kind: type) -> bool:
+    """Whether `module` is of `kind` alone, with nothing put around its forward."""
+    return type(module) is kind and not (
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    )

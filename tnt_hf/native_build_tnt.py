@@ -28,6 +28,7 @@ from .native_forward_tnt import SOURCE as FORWARD
 from .native_products_tnt import SOURCE as PRODUCTS
 from .native_programs_tnt import SOURCE as PROGRAMS
 from .native_reverse_tnt import SOURCE as REVERSE
+from .native_token_tnt import SOURCE as TOKEN
 
 
 BYTES = {torch.float32: 4, torch.float64: 8}
@@ -42,7 +43,7 @@ LAYERS = (
     "D_W_END D_XI_END D_S_END D_W D_XI D_S D_TARGET"
 ).split()
 PLACES = f"enum {{ {', '.join(TENSORS)}, FIXED }};\nenum {{ {', '.join(f'{x}_' for x in LAYERS)} }};\n"
-SOURCE = "\n".join((PRODUCTS, PLACES, f"#define MAX_LAYERS {MAX_LAYERS}", FORWARD, REVERSE, PROGRAMS))
+SOURCE = "\n".join((PRODUCTS, PLACES, f"#define MAX_LAYERS {MAX_LAYERS}", FORWARD, REVERSE, PROGRAMS, TOKEN))
 # -ffast-math is not among them: sums keep their order, nan and inf their meaning.
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 PROCESSOR = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
@@ -138,7 +139,7 @@ def _load(place: Path) -> ctypes.CDLL:
     code = ctypes.CDLL(str(place), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     for function in (code.forward, code.backward):
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_double]
-        function.restype = ctypes.c_int
+    code.token.argtypes = [ctypes.c_void_p] * 3
     return code
 
 

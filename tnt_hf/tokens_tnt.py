@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .compiler_tnt import fuses, is_exporting
-from .convolution_tnt import TNTCausalConv, convolve, documents_of
+from .convolution_tnt import TNTCausalConv, convolve, documents_of, is_plain
 from .features_tnt import quadratic
 from .precision_tnt import cast, full_precision, wide
 from .projection_tnt import unit_vectors
@@ -46,7 +46,7 @@ def memory_tokens(
     """
     kinds = list(zip([silu, silu, False], units))
     by_kernel = operands is not None and not is_exporting()  # a program is torch, but for the memories
-    if by_kernel and tail is None and mask is None and all(map(_is_plain, convs)):
+    if by_kernel and tail is None and mask is None and all(is_plain(f, TNTCausalConv) for f in convs):
         documents = None if segment_ids is None else documents_of(segment_ids)
         weights = [conv.weight for conv in convs] or [None] * len(parts)
         tokens = [_fused(*part, documents, head_dim, *kind, operands) for *part, kind in zip(parts, weights, kinds)]
@@ -100,13 +100,6 @@ def _length(x: Tensor) -> Tensor:
 
 def _feature(x: Tensor, feature_map: str) -> Tensor:
     return quadratic(x, _length(x)) if feature_map == "quadratic" else x / _length(x)
-
-
-def _is_plain(conv: nn.Module) -> bool:
-    """Whether calling `conv` convolves with its weight and does nothing else."""
-    return type(conv) is TNTCausalConv and not (
-        conv._forward_hooks or conv._forward_pre_hooks or "forward" in vars(conv)
-    )
 
 
 @torch.compiler.disable

@@ -53,7 +53,7 @@ class TNTMemoryUnit(nn.Module):
             "decay_target": config.memory_decay_target,
             "grad_bound": config.memory_grad_bound,
         }
-        self.config = config
+        self.config, self.depth = config, len(config.memory_weight_shapes)
         self.weights = TNTInitialWeights([nn.Parameter(torch.empty(H, *s)) for s in config.memory_weight_shapes])
         self.lr_proj = TNTGateLinear(config.hidden_size, H, 0.0)
         self.momentum_proj = TNTGateLinear(config.hidden_size, H, 0.0) if config.memory_momentum else None
@@ -118,10 +118,17 @@ class TNTMemoryUnit(nn.Module):
         """theta over its largest value, mu and alpha of tokens `[..., hidden]`: `[..., H]` of `dtype`, or `None` for
         what it has not."""
 
-        def gate(proj: nn.Linear | None) -> Tensor | None:
-            return None if proj is None else torch.sigmoid(cast(proj(cast(hidden_states, proj.weight.dtype)), dtype))
+        return tuple(None if x is None else torch.sigmoid(x) for x in self.raw_gates(hidden_states, dtype))
 
-        return gate(self.lr_proj), gate(self.momentum_proj), gate(self.decay_proj)
+    def raw_gates(self, hidden_states: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """What `gates` are the sigmoid of."""
+        projections = self.lr_proj, self.momentum_proj, self.decay_proj
+        return tuple(None if f is None else cast(f(cast(hidden_states, f.weight.dtype)), dtype) for f in projections)
+
+    def initial(self) -> list[Tensor]:
+        """W_init. A ParameterList is slow to walk, and what lies under it lacks what is parametrized."""
+        parameters = self.weights._parameters
+        return list(parameters.values()) if len(parameters) == self.depth else list(self.weights)
 
     def step(
         self,
@@ -151,9 +158,8 @@ class TNTMemoryUnit(nn.Module):
             "normalize_projection": False,
             "layernorm": affine and [x.to(q.dtype)[:, None] for x in affine],
         }
-        parameters = self.weights._parameters  # a ParameterList is slow to walk; where parametrized, it is empty
-        init = list(parameters.values()) if len(parameters) == len(state.weights) else list(self.weights)
-        gates, lr_scale = self.gates(hidden_states, q.dtype), self.max_lr * lr_scale
+        init, lr_scale = self.initial(), self.max_lr * lr_scale
+        gates = self.gates(hidden_states, q.dtype)
         if how == "chunk":
             return memory_step(state, init, net, options, q, k, v, *gates, present, clock, lr_scale, key_norm)
         from .kernels_decode_tnt import token_step

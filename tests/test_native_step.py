@@ -1,0 +1,224 @@
+"""One decoded token in C (`native_step_tnt`) is what `branch_tnt` computes in operations of torch, whatever the model;
+and where it cannot be, torch computes it."""
+
+import copy
+import io
+
+import pytest
+import torch
+from tiny import MODES, left_padded, tiny_model, tokens
+
+from tnt_hf import branch_tnt, native_step_tnt
+from tnt_hf.branch_tnt import NativeStep
+from tnt_hf.native_build_tnt import unavailable
+
+
+pytestmark = pytest.mark.skipif(unavailable(torch.float32) is not None, reason="no native code")
+EXACT = 1e-12  # of float64 numbers near 1, whose sums are taken in another order
+STEPS = 20  # cross every boundary of chunks and shards
+# What `MODES` does not have, together.
+MORE = {
+    "three layers": {"memory_depth": 3, "memory_activation": "gelu", "memory_grad_bound": 0.5},
+    "forgetting to 0": {"memory_decay": True, "memory_decay_target": "zero", "memory_depth": 2},
+    "all at once, read late": {
+        "memory_momentum": True, "memory_decay": True, "memory_layernorm": True, "memory_depth": 2,
+        "memory_grad_bound": 1.0, "memory_value_norm": False, "local_chunk_sizes": [1],
+    },
+    "projected quadratic keys": {"memory_feature_map": "quadratic", "qk_projection": "shard", "memory_depth": 1},
+    "odd widths": {"head_dim": 10, "memory_head_dim": 10, "memory_conv_kernel": 2},
+}  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """How often a layer's token was computed in C."""
+    counted, call = [], NativeStep.__call__
+
+    def counting(*args):
+        counted.append(1)
+        return call(*args)
+
+    monkeypatch.setattr(NativeStep, "__call__", counting)
+    return counted
+
+
+def awake(model):
+    """Gates that do something: those that start at zero are opened, and tokens differ in theirs."""
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if any(x in name for x in (".memories.", ".gate.", "memory.norm.", "_conv.")):
+                x.add_(0.2 * torch.randn(x.shape, generator=g, dtype=x.dtype))
+    return model
+
+
+ROWS = [tokens(9 + STEPS), tokens(4 + STEPS, seed=2), tokens(7 + STEPS, seed=3)]
+
+
+@torch.no_grad()
+def decode(model, how: str, rows=ROWS, absent: tuple[int, ...] = (), surprise: bool = True) -> list[torch.Tensor]:
+    """Logits and `surprise` of `STEPS` tokens of rows that began at different times, then all states. At the steps
+    `absent` the first row has no token."""
+    model.config.memory_implementation = how
+    ids, mask = left_padded(rows)
+    prompt = ids.shape[1] - STEPS
+    for step in absent:
+        mask[0, prompt + step] = 0
+    cache = model(ids[:, :prompt], attention_mask=mask[:, :prompt]).past_key_values
+    found = []
+    for t in range(prompt, ids.shape[1]):
+        seen = {"attention_mask": mask[:, : t + 1], "past_key_values": cache}
+        out = model(ids[:, t : t + 1], output_surprise=surprise, **seen)
+        found += [out.logits * mask[:, t, None, None], *(out.surprise or ())]
+    for layer in cache.layers:
+        if getattr(layer, "recurrent_states", None):
+            found += [*layer.recurrent_states.values(), *(x for x in layer.conv_states.values() if x is not None)]
+    return found
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float = EXACT) -> None:
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        if x.numel():
+            assert (x - y).abs().max() <= tolerance * (1 + y.abs().max()), (x - y).abs().max()
+
+
+@pytest.mark.parametrize("changes", [*MODES.values(), *MORE.values()], ids=[*MODES, *MORE])
+def test_it_is_what_torch_computes(calls, changes):
+    """Logits, surprise and every state, in float64, with padding and an absent token."""
+    model = awake(tiny_model(**changes))
+    want = decode(model, "chunk", absent=(6,))
+    assert not calls
+    got = decode(model, "auto", absent=(6,))
+    assert len(calls) == STEPS * len(model.model.layers) - STEPS * (model.config.memory_layers == [1])
+    assert_same(got, want)
+
+
+def test_float32_is_no_further_from_the_truth_than_torch_s():
+    model = awake(tiny_model(torch.float32))
+    errors = {}
+    truth = decode(copy.deepcopy(model).double(), "chunk")
+    for how in ("chunk", "native"):
+        found = decode(model, how)
+        pairs = [(x, y) for x, y in zip(found, truth) if y.is_floating_point()]
+        errors[how] = max(((x - y).norm() / y.norm().clamp_min(1e-3)).item() for x, y in pairs)
+    assert errors["native"] <= max(2 * errors["chunk"], 2e-6), errors
+
+
+def test_a_model_in_bfloat16_has_its_memories_in_c(calls):
+    """Half precision convolves in torch; W_init and the gates are float32, as `from_pretrained` loads them."""
+    model = awake(tiny_model(torch.float32))
+    for name, x in model.named_parameters():
+        if ".memories." not in name and not name.endswith("gate.scale"):
+            x.data = x.data.bfloat16()
+    want, got = decode(model, "chunk"), decode(model, "auto")
+    assert calls
+    # 8 bits of a number: both round it alike, unless it lies between two
+    assert_same(got, want, 2**-6)
+
+
+def test_neither_threads_nor_other_rows_change_a_bit(monkeypatch):
+    model, threads = awake(tiny_model(torch.float32)), torch.get_num_threads()
+    alone = [x[:1] for x in decode(model, "native", [ROWS[0]])]
+    together = [x[:1] for x in decode(model, "native", [ROWS[0]] * 3)]
+    monkeypatch.setattr(native_step_tnt, "WORK", 1)
+    torch.set_num_threads(2)
+    try:
+        shared_out = [x[:1] for x in decode(model, "native", [ROWS[0]] * 3)]
+    finally:
+        torch.set_num_threads(threads)
+    for x, y in zip(together, shared_out, strict=True):
+        assert torch.equal(x, y)
+    assert_same(alone, together, 1e-5)  # what the library multiplies before may be rounded otherwise
+
+
+@torch.no_grad()
+def test_an_absent_token_leaves_a_row_as_it_was():
+    model = awake(tiny_model(memory_momentum=True, memory_decay=True, memory_implementation="native"))
+    cache = model(tokens(2, 7)).past_key_values
+    states = [x for layer in cache.layers for x in (*layer.recurrent_states.values(), layer.conv_states[0])]
+    before = [x.clone() for x in states]
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, 7] = 0
+    model(tokens(2, 1), attention_mask=mask, past_key_values=cache)
+    for x, y in zip(states, before):
+        assert torch.equal(x[0], y[0]) and not torch.equal(x[1], y[1])
+
+
+@torch.no_grad()
+def test_chunk_sizes_may_change_between_two_calls(calls):
+    model = awake(tiny_model())
+    for sizes in ([2, 4], [1, 1], [8, 2]):
+        model.config.local_chunk_sizes = sizes
+        assert_same(decode(model, "native"), decode(model, "chunk"))
+    assert calls
+
+
+def test_a_model_that_has_decoded_can_be_copied_and_pickled(calls):
+    model = awake(tiny_model())
+    want = decode(model, "native", surprise=False)  # the library records that by a hook, which cannot be pickled
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert_same(decode(other, "native", surprise=False), want)
+    assert len(calls) == 3 * STEPS * 2
+
+
+def hook(model):
+    model.model.layers[0].memory.memories[0].lr_proj.register_forward_hook(lambda module, args, y: y + 1)
+
+
+def patch(model):
+    gate = model.model.layers[0].memory.memories[0].lr_proj
+    forward = gate.forward
+    gate.forward = lambda x: forward(x) - 1
+
+
+def hook_the_norm(model):
+    model.model.layers[0].memory.norm.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+@pytest.mark.parametrize("around", [hook, hook_the_norm, patch])
+def test_what_is_put_around_a_module_takes_effect(calls, around):
+    """In that layer torch computes the token; in the other one C does."""
+    model, plain = awake(tiny_model()), decode(awake(tiny_model()), "native")
+    del calls[:]
+    around(model)
+    got, want = decode(model, "native"), decode(model, "chunk")
+    assert len(calls) == STEPS
+    assert_same(got, want)
+    assert (got[0] - plain[0]).abs().max() > 1e-6
+
+
+def test_a_hook_on_a_convolution_takes_effect(calls):
+    model = awake(tiny_model())
+    model.model.layers[0].memory.k_conv.register_forward_hook(lambda module, args, y: -y)
+    got, want = decode(model, "native"), decode(model, "chunk")
+    assert len(calls) == 2 * STEPS
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("how", ["chunk", "no compiler", "gradients", "W_init in half precision"])
+def test_where_torch_computes_the_token(calls, monkeypatch, how):
+    model = awake(tiny_model(torch.float32))
+    if how == "no compiler":
+        monkeypatch.setattr(native_step_tnt, "runs_native", lambda *args: False)
+    if how == "W_init in half precision":
+        model.bfloat16()
+    if how == "gradients":
+        cache = model(tokens(1, 5)).past_key_values
+        model(tokens(1, 1), past_key_values=cache).logits.sum().backward()
+    else:
+        decode(model, "chunk" if how == "chunk" else "auto")
+    assert not calls
+
+
+def test_the_layer_s_call_is_made_once(monkeypatch):
+    made, build = [], NativeStep.__init__
+    monkeypatch.setattr(NativeStep, "__init__", lambda self, *args: made.append(1) or build(self, *args))
+    model = awake(tiny_model())
+    decode(model, "native")
+    decode(model, "native")
+    assert len(made) == len(model.model.layers)
+    assert branch_tnt.NativeStep is NativeStep
