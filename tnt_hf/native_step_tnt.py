@@ -49,7 +49,7 @@ def steps_natively(memory: nn.Module, field: str, value: str, tensors: list[Tens
 
 
 class NativeStep:
-    """The call of a layer's code. Built once, as only addresses change from one token to the next.
+    """The call of a layer's code. Built once: its numbers are fixed by the weights, the batch and the chunk sizes.
 
     Args:
         memory: the layer's `TNTMemory`. rows: B. whole: q, k and v come as one tensor, convolved already.
@@ -71,9 +71,7 @@ class NativeStep:
         for spec in layout.specs:
             which = -1 if spec.query_projection == "none" else intervals.index(spec.projection_interval)
             numbers += [spec.chunk_size, spec.reset_interval or 0, spec.read == "current", which]
-        scales = [net.eps, bound or 0.0, 0.0 if memory.norm is None else memory.norm.variance_epsilon]
-        scales += [unit.max_lr * factor for unit, factor in zip(units, memory.lr_factors)]
-        self.numbers, self.scales = array("q", map(int, numbers)), array("d", scales)
+        self.numbers = array("q", map(int, numbers))
 
     def fits(self, layout: StateLayout, rows: int, whole: bool) -> bool:
         return self.layout is layout and self.key == (rows, whole, torch.get_num_threads())
@@ -112,7 +110,10 @@ class NativeStep:
             tensors += unit.norm_weight, unit.norm_bias
             for layer in zip(unit.initial(), own.weights, own.chunk_weights, own.momentum or own.weights):
                 tensors += layer if own.momentum else (*layer[:3], None)
-        places = array("Q", places + [0 if y is None else y.data_ptr() for y in tensors])
-        if library(x.dtype).token(*(y.buffer_info()[0] for y in (self.numbers, places, self.scales))):
+        net, bound = memory.net, memory.options["grad_bound"]
+        scales = [net.eps, bound or 0.0, 0.0 if memory.norm is None else memory.norm.variance_epsilon]
+        scales += [unit.max_lr * factor for unit, factor in zip(memory.memories._modules.values(), memory.lr_factors)]
+        scales, places = array("d", scales), array("Q", places + [0 if y is None else y.data_ptr() for y in tensors])
+        if library(x.dtype).token(*(y.buffer_info()[0] for y in (self.numbers, places, scales))):
             raise MemoryError(f"no room for {self.numbers[8]} threads to decode {len(x)} rows")
         return o, losses
