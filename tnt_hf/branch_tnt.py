@@ -32,7 +32,7 @@ from .kernels_choice_tnt import (
     untrusted,
 )
 from .kernels_parts_tnt import INTERPRETED
-from .native_step_tnt import NativeStep, steps_natively
+from .native_step_tnt import NativeStep, native_parameters
 from .network_tnt import Net, norms
 from .precision_tnt import autocast_dtype, cast, full_precision, rounded, wide
 from .projection_tnt import project_queries
@@ -193,9 +193,9 @@ class TNTMemory(nn.Module):
             shared = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         convs = [self.q_conv, self.k_conv, self.v_conv] if self.taps else []
         value, dtype = self.config.memory_implementation, state.memories[0].weights[0].dtype
-        native = steps_natively(self, FIELD, value, [hidden_states, *shared], dtype)
-        whole = not native or any(x.dtype != dtype for x in shared) or not all(is_one_product(f, dtype) for f in convs)
-        if convs and whole:
+        native = native_parameters(self, FIELD, value, [hidden_states, *shared], dtype)
+        convolves = native and all(x.dtype == dtype for x in shared) and all(is_one_product(f, dtype) for f in convs)
+        if convs and not convolves:
             x, tail = convolve_token(convs, shared, state.conv, mask)
             state.conv.copy_(tail)
             shared = [x]
@@ -203,10 +203,8 @@ class TNTMemory(nn.Module):
             whole = len(shared) == 1
             if self.native_step is None or not self.native_step.fits(layout, B, whole):
                 self.native_step = NativeStep(self, layout, B, whole)
-            tokens = [cast(x, dtype) for x in shared]
-            o, surprise = self.native_step(
-                self, cast(hidden_states[:, 0], dtype), tokens, state, here, output_surprise
-            )
+            x, tokens = cast(hidden_states[:, 0], dtype), [cast(x, dtype) for x in shared]
+            o, surprise = self.native_step(self, native, x, tokens, state, here, output_surprise)
             surprise = None if surprise is None else surprise.mean(1, keepdim=True)
             return cast(o.view(B, 1, -1), hidden_states.dtype), surprise
         clock = Clock.of(state.time, here) if clock is None else clock

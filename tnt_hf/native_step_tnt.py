@@ -22,30 +22,46 @@ from .state_tnt import LayerState, StateLayout
 
 
 WORK = 1 << 16  # weights that are worth another thread
+GATES = ("lr_proj", "momentum_proj", "decay_proj")
+LAYERS = 2 * len(GATES) + 2  # where W_init begins in `native_parameters`
 
 
-def steps_natively(memory: nn.Module, field: str, value: str, tensors: list[Tensor], dtype: torch.dtype) -> bool:
-    """Whether `memory`, a `TNTMemory` whose state has `dtype`, computes its next token in C: `tensors`, what it has
-    made of the token, and its parameters are on the CPU and plain, and nobody has put anything around its modules."""
+def native_parameters(memory: nn.Module, field: str, value: str, tensors: list[Tensor], dtype: torch.dtype):
+    """
+    What C reads of `memory`, a `TNTMemory` whose state has `dtype`, if its next token is computed there: `tensors`,
+    what it has made of the token, and its parameters are on the CPU and plain, and nobody has put anything around its
+    modules. Else `None`.
+
+    Returns:
+        Of each memory weight and bias of the gates of theta, mu and alpha, gain and bias of its LayerNorm, `None` for
+        what it has not, and W_init.
+    """
     if value not in ("auto", "native") or tensors[0].device.type != "cpu":
-        return False
-    if torch.compiler.is_compiling() or transformed():
-        return False
-    units, own = list(memory.memories._modules.values()), []
-    for unit in units:
-        own += [w for w in (*unit.initial(), unit.norm_weight, unit.norm_bias) if w is not None]
-        for gate in (unit.lr_proj, unit.momentum_proj, unit.decay_proj):
-            if gate is not None:
-                if not is_plain(gate, TNTGateLinear):
-                    return False
-                own += gate.weight, gate.bias
-    if any(w.dtype != dtype or not w.is_contiguous() for w in own):
-        return False
-    if memory.norm is not None:
-        if not is_plain(memory.norm, TNTRMSNorm):
-            return False
-        own.append(memory.norm.weight)
-    return runs_native(field, value, units[0].initial(), [*own, *tensors])
+        return None
+    if (
+        torch.compiler.is_compiling()
+        or transformed()
+        or not (memory.norm is None or is_plain(memory.norm, TNTRMSNorm))
+    ):
+        return None
+    found = []
+    for unit in memory.memories._modules.values():
+        modules, own = unit._modules, unit._parameters  # what a module has is slow to ask it for
+        each = []
+        for name in GATES:
+            gate = modules.get(name)
+            if gate is None:
+                each += None, None
+            elif not is_plain(gate, TNTGateLinear):
+                return None
+            else:
+                each += gate._parameters["weight"], gate._parameters["bias"]
+        each += own.get("norm_weight"), own.get("norm_bias"), *unit.initial()
+        for x in each:
+            if x is not None and not (type(x) is nn.Parameter and x.dtype == dtype and x.is_cpu and x.is_contiguous()):
+                return None
+        found.append(each)
+    return found if runs_native(field, value, unit.initial(), tensors) else None
 
 
 class NativeStep:
@@ -76,12 +92,12 @@ class NativeStep:
     def fits(self, layout: StateLayout, rows: int, whole: bool) -> bool:
         return self.layout is layout and self.key == (rows, whole, torch.get_num_threads())
 
-    def __call__(self, memory, x: Tensor, parts: tuple[Tensor, ...], state: LayerState, present, surprise: bool):
+    def __call__(self, memory, parameters, x: Tensor, parts: list[Tensor], state: LayerState, present, surprise: bool):
         """
         Args:
-            x: the layer's input `[B, hidden]`, for the gates. parts: q `[B, 1, H G D]`, k and v `[B, 1, H D]` as they
-                are projected, or one tensor `[B, 1, C]`. All of them in the dtype of `state`, which is overwritten,
-                its time too. present: `[B]` bool, `None` = all.
+            parameters: those of `native_parameters`. x: the layer's input `[B, hidden]`, for the gates. parts: q
+                `[B, 1, H G D]`, k and v `[B, 1, H D]` as they are projected, or one tensor `[B, 1, C]`. All of them in
+                the dtype of `state`, which is overwritten, its time too. present: `[B]` bool, `None` = all.
 
         Returns:
             m `[B, n, D]`, and if `surprise` the mean inner loss `[B, H]` before the write; 0 where no token is.
@@ -104,11 +120,9 @@ class NativeStep:
             places += [state.conv.data_ptr()] if convs else [0, 0, 0, 0]
         norm = None if memory.norm is None else cast(memory.norm.weight, x.dtype)
         tensors = [state.time, given, norm, o, losses, *state.projections.values()]
-        for unit, own in zip(memory.memories._modules.values(), state.memories):
-            for gate in (unit.lr_proj, unit.momentum_proj, unit.decay_proj):
-                tensors += (None, None) if gate is None else (gate.weight, gate.bias)
-            tensors += unit.norm_weight, unit.norm_bias
-            for layer in zip(unit.initial(), own.weights, own.chunk_weights, own.momentum or own.weights):
+        for each, own in zip(parameters, state.memories):
+            tensors += each[:LAYERS]
+            for layer in zip(each[LAYERS:], own.weights, own.chunk_weights, own.momentum or own.weights):
                 tensors += layer if own.momentum else (*layer[:3], None)
         net, bound = memory.net, memory.options["grad_bound"]
         scales = [net.eps, bound or 0.0, 0.0 if memory.norm is None else memory.norm.variance_epsilon]
