@@ -33,8 +33,8 @@ def _report(field: str, reason: str) -> None:
 def choose(field: str, value: str, device: torch.device, unsupported: Callable[..., str | None], *operands) -> str:
     """The implementation that `value` of `field` stands for: "auto" is "triton" on CUDA where that can run and keys
     have `LEAST_WIDTH` channels, else "chunk" (on CUDA it says why, once). `unsupported(device, *operands)` is one of
-    those below. "native" is "chunk" here: whether chunks run in C, `native_build_tnt.runs_native` says, and all else
-    is torch beside it.
+    those below. "native" is "chunk" here: whether chunks, or a decoded token, run in C, `native_build_tnt.runs_native`
+    says, and all else is torch beside it.
 
     Raises:
         ValueError: "triton" where it cannot run, with the reason.

@@ -62,8 +62,8 @@ def _report(field: str, reason: str) -> None:
 
 @torch.compiler.disable
 def runs_native(field: str, value: str, weights: list[Tensor], tensors: tuple) -> bool:
-    """Whether a memory's chunks run in native code: where `value` of `field` is "native", and where it is "auto", the
-    memory is on the CPU and nothing is in the way (it says what, once).
+    """Whether a memory's chunks, or its next token, run in native code: where `value` of `field` is "native", and
+    where it is "auto", the memory is on the CPU and nothing is in the way (it says what, once).
 
     weights: `[H, d_in, d_out]`. tensors: all else that is read, or `None`.
 
