@@ -45,8 +45,6 @@ PROGRAMS = 264  # to be had by splitting chunks, where there are fewer: two for 
 LARGE_BYTES = 16 << 10  # of operands of one head's weights
 READ_ROWS, READ_REVERSE_ROWS, WRITE_ROWS = (64, 64), (64, 32), (64, 32)
 WRITE_REVERSE_ROWS, WRITE_REVERSE_ROWS_MOMENTUM = (32, 16), (16, 16)
-
-
 BLOCK, GROUP = 256, 16  # numbers of a state that a program of `advance` moves, and shares it takes up at once
 
 

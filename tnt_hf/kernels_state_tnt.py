@@ -14,15 +14,7 @@ from __future__ import annotations
 from .kernels_parts_tnt import jit, load, only, tl
 
 
-STEPS = [
-    "first",
-    "then",
-    "rest",
-    "written",
-    "splits",
-    "read_splits",
-    "write_splits",
-]  # no kernel is compiled for these
+STEPS = ["first", "then", "rest", "written", "splits", "read_splits", "write_splits"]  # numbers, as PLACES
 
 
 @jit
