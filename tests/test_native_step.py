@@ -8,9 +8,10 @@ import pytest
 import torch
 from tiny import MODES, left_padded, tiny_model, tokens
 
-from tnt_hf import branch_tnt, native_step_tnt
-from tnt_hf.branch_tnt import NativeStep
+from tnt_hf import native_step_tnt
 from tnt_hf.native_build_tnt import unavailable
+from tnt_hf.native_step_tnt import NativeStep, native_parameters
+from tnt_hf.state_tnt import LayerState, StateLayout
 
 
 pytestmark = pytest.mark.skipif(unavailable(torch.float32) is not None, reason="no native code")
@@ -90,7 +91,7 @@ def test_it_is_what_torch_computes(calls, changes):
     want = decode(model, "chunk", absent=(6,))
     assert not calls
     got = decode(model, "auto", absent=(6,))
-    assert len(calls) == STEPS * len(model.model.layers) - STEPS * (model.config.memory_layers == [1])
+    assert len(calls) == STEPS * len(model.config.memory_layer_indices)
     assert_same(got, want)
 
 
@@ -221,4 +222,39 @@ def test_the_layer_s_call_is_made_once(monkeypatch):
     decode(model, "native")
     decode(model, "native")
     assert len(made) == len(model.model.layers)
-    assert branch_tnt.NativeStep is NativeStep
+
+
+@torch.no_grad()
+def test_a_tail_that_autocast_left_in_half_precision(calls):
+    """The prompt under autocast, the next tokens without: C must not write its numbers into the tail."""
+    found = {}
+    for how in ("chunk", "native"):
+        model = awake(tiny_model(torch.float32, memory_implementation=how))
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = model(tokens(2, 9)).past_key_values
+        assert cache.layers[0].conv_states[0].dtype == torch.bfloat16
+        found[how] = [model(tokens(2, 1, seed=t), past_key_values=cache).logits for t in range(5)]
+    assert calls
+    assert_same(found["native"], found["chunk"], 1e-4)  # rounding of float32, and of the tail where it is between
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slot", ["weights", "chunk_weights", "momentum", "projection", "tail", "time"])
+def test_a_state_of_another_size_is_refused(slot):
+    """C writes into it: nothing is written, and no memory beside it."""
+    model = awake(tiny_model(memory_momentum=True))
+    memory, layout = model.model.layers[0].memory, StateLayout.of(model.config)
+    cache = model(tokens(2, 9)).past_key_values
+    state = LayerState.read(cache, 0, layout)
+    holder, name = {
+        "projection": (state.projections, layout.intervals[0]),
+        "tail": (vars(state), "conv"),
+        "time": (vars(state), "time"),
+    }.get(slot) or (getattr(state.memories[1], slot), 0)
+    holder[name] = short = holder[name][:1].clone()
+    before, x = short.clone(), torch.zeros(2, 1, model.config.hidden_size, dtype=torch.float64)
+    shared = [f(x) for f in (memory.q_proj, memory.k_proj, memory.v_proj)]
+    parameters = native_parameters(memory, "f", "native", shared, torch.float64)
+    with pytest.raises(ValueError, match=r"state must hold \d+ numbers of .*, got \d+"):
+        NativeStep(memory, layout, 2, False)(memory, parameters, x[:, 0], shared, state, None, False)
+    assert torch.equal(short, before)

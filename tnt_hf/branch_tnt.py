@@ -194,8 +194,9 @@ class TNTMemory(nn.Module):
         convs = [self.q_conv, self.k_conv, self.v_conv] if self.taps else []
         value, dtype = self.config.memory_implementation, state.memories[0].weights[0].dtype
         native = native_parameters(self, FIELD, value, [hidden_states, *shared], dtype)
-        convolves = native and all(x.dtype == dtype for x in shared) and all(is_one_product(f, dtype) for f in convs)
-        if convs and not convolves:
+        # what C convolves, and the tail that it writes, has the state's dtype
+        alike = native and all(x.dtype == dtype for x in (*shared, *([state.conv] if convs else [])))
+        if convs and not (alike and all(is_one_product(f, dtype) for f in convs)):
             x, tail = convolve_token(convs, shared, state.conv, mask)
             state.conv.copy_(tail)
             shared = [x]
@@ -223,7 +224,8 @@ class TNTMemory(nn.Module):
             # a program is torch
             how = "chunk" if is_exporting() else self.config.memory_implementation
             how = choose(FIELD, how, x.device, unsupported_step, q.dtype, state.memories[0].weights)
-            size = None if self.options["grad_bound"] is None else norms(k, keepdim=True)
+            bounded = how == "chunk" and self.options["grad_bound"] is not None
+            size = norms(k, keepdim=True) if bounded else None
             units = self.memories._modules
             for i, (spec, memory) in enumerate(zip(layout.specs, state.memories)):
                 unit, options = units[str(i)], (self.net, self.options, memory, present, clock, size, how)

@@ -85,6 +85,19 @@ static void top_gradient(const Job *job, I p, I n, const real *top, int is_error
     through_standardise(C, V, x->u, x->h, x->inverse, delta);
 }
 
+/* |g| / bound of one token, 1 where the bound holds, from |a| and |delta| of each of L layers, C numbers apart: no
+   square of theirs leaves the range */
+static real excess(I L, I C, const real *of_a, const real *of_delta, real bound) {
+    real most = 0, sum = 0;
+    EACH(i, L) most = of_a[i * C] * of_delta[i * C] > most ? of_a[i * C] * of_delta[i * C] : most;
+    EACH(i, L) {
+        real part = most > 0 ? of_a[i * C] * of_delta[i * C] / most : 0;
+        sum += part * part;
+    }
+    real size = most * (real)sqrt(sum) / bound;
+    return size < 1 ? 1 : size;
+}
+
 /* How much of each g_i is written, after a gradient bound. */
 static void write_weights(const Job *job, I n, Inner *x) {
     const Shape *s = job->s;
@@ -92,20 +105,13 @@ static void write_weights(const Job *job, I n, Inner *x) {
     const real *theta = TENSOR(THETA) + n * C, *pairs = TENSOR(PAIRS), *of_S = TENSOR(S_WRITES);
     if (s->bounded) {
         EACH(t, C) {
-            real most = 0, sum = 0;
             EACH(i, L) {
                 I m = s->width[i], k = s->width[i + 1];
                 const real *a = x->a[i] + t * m, *d = x->delta[i] + t * k;
-                real of_a = x->size_a[i * C + t] = (real)sqrt(dot(m, a, a));
-                real of_d = x->size_delta[i * C + t] = (real)sqrt(dot(k, d, d));
-                most = of_a * of_d > most ? of_a * of_d : most;
+                x->size_a[i * C + t] = (real)sqrt(dot(m, a, a));
+                x->size_delta[i * C + t] = (real)sqrt(dot(k, d, d));
             }
-            EACH(i, L) {
-                real part = most > 0 ? x->size_a[i * C + t] * x->size_delta[i * C + t] / most : 0;
-                sum += part * part;
-            }
-            real size = most * (real)sqrt(sum) / job->bound;
-            x->size[t] = size < 1 ? 1 : size;
+            x->size[t] = excess(L, C, x->size_a + t, x->size_delta + t, job->bound);
             x->shrink[t] = 1 / x->size[t];
         }
     } else

@@ -38,11 +38,9 @@ def native_parameters(memory: nn.Module, field: str, value: str, tensors: list[T
     """
     if value not in ("auto", "native") or tensors[0].device.type != "cpu":
         return None
-    if (
-        torch.compiler.is_compiling()
-        or transformed()
-        or not (memory.norm is None or is_plain(memory.norm, TNTRMSNorm))
-    ):
+    if torch.compiler.is_compiling() or transformed():
+        return None
+    if memory.norm is not None and not is_plain(memory.norm, TNTRMSNorm):
         return None
     found = []
     for unit in memory.memories._modules.values():
@@ -72,14 +70,14 @@ class NativeStep:
     """
 
     def __init__(self, memory: nn.Module, layout: StateLayout, rows: int, whole: bool):
-        self.layout, self.key = layout, (rows, whole, torch.get_num_threads())
+        self.layout, self.rows, self.whole, self.threads = layout, rows, whole, torch.get_num_threads()
         D, (Q, K, V), units = memory.head_dim, memory.channels, list(memory.memories)
         init, net, intervals = units[0].initial(), memory.net, layout.intervals
         H, L = K // D, len(init)
         weights = rows * len(units) * sum(w.numel() for w in init)
         bound, to_init = memory.options["grad_bound"], memory.options["decay_target"] == "init"
         numbers = [rows, H, Q // K, D, L, units[0].lr_proj.in_features, len(intervals), len(units)]
-        numbers += [min(self.key[2], weights // WORK + 1), 0 if whole else memory.taps]
+        numbers += [min(self.threads, weights // WORK + 1), 0 if whole else memory.taps]
         numbers += [memory.feature_map == "silu", memory.feature_map == "quadratic", memory.value_norm]
         numbers += [memory.projection_norm, net.activation == "gelu", net.residual, to_init, bound is not None]
         numbers += [Q + K + V] * 3 if whole else [Q, K, V]
@@ -90,7 +88,9 @@ class NativeStep:
         self.numbers = array("q", map(int, numbers))
 
     def fits(self, layout: StateLayout, rows: int, whole: bool) -> bool:
-        return self.layout is layout and self.key == (rows, whole, torch.get_num_threads())
+        """Whether another token is the same call."""
+        same = self.layout is layout and (self.rows, self.whole) == (rows, whole)
+        return same and self.threads == torch.get_num_threads()
 
     def __call__(self, memory, parameters, x: Tensor, parts: list[Tensor], state: LayerState, present, surprise: bool):
         """
@@ -103,31 +103,40 @@ class NativeStep:
             m `[B, n, D]`, and if `surprise` the mean inner loss `[B, H]` before the write; 0 where no token is.
 
         Raises:
+            ValueError: a tensor of `state` has not the dtype and size that the code writes to.
             MemoryError: there was no room for a thread to work in.
         """
         x, parts = x.contiguous(), [y.contiguous() for y in parts]
         given = present if present is None else present.contiguous()
-        o = x.new_empty(len(x), memory.channels[0] // memory.head_dim, memory.head_dim)
-        losses = x.new_empty(len(x), self.numbers[1]) if surprise else None
-        if self.key[1]:
-            first, (Q, K, _), size = parts[0].data_ptr(), memory.channels, x.element_size()
-            places = [x.data_ptr(), first, first + Q * size, first + (Q + K) * size, 0, 0, 0, 0]
-        else:
-            convs = (
-                [f.weight.contiguous() for f in (memory.q_conv, memory.k_conv, memory.v_conv)] if memory.taps else []
-            )
-            places = [y.data_ptr() for y in (x, *parts, *convs)]
-            places += [state.conv.data_ptr()] if convs else [0, 0, 0, 0]
+        B, D, (Q, K, V), M = len(x), memory.head_dim, memory.channels, list(state.projections.values())
+        o, losses = x.new_empty(B, Q // D, D), x.new_empty(B, K // D) if surprise else None
+        convs, size = [], x.element_size()
+        if memory.taps and not self.whole:
+            convs = [f.weight.contiguous() for f in (memory.q_conv, memory.k_conv, memory.v_conv)]
+            _check([state.conv], x.dtype, B * (Q + K + V) * memory.taps)
+        _check(M, x.dtype, B * K // D * parameters[0][LAYERS].shape[1] ** 2)
+        _check([state.time], torch.int64, B)
+        # what is made here lives until the call is over
         norm = None if memory.norm is None else cast(memory.norm.weight, x.dtype)
-        tensors = [state.time, given, norm, o, losses, *state.projections.values()]
+        tensors = [*(convs or [None] * 3), state.conv if convs else None, state.time, given, norm, o, losses, *M]
         for each, own in zip(parameters, state.memories):
             tensors += each[:LAYERS]
-            for layer in zip(each[LAYERS:], own.weights, own.chunk_weights, own.momentum or own.weights):
-                tensors += layer if own.momentum else (*layer[:3], None)
+            for layer in zip(each[LAYERS:], own.weights, own.chunk_weights, own.momentum or [None] * len(own.weights)):
+                _check(layer[1:], x.dtype, B * layer[0].numel())
+                tensors += layer
+        first = parts[0].data_ptr()
+        places = [first, first + Q * size, first + (Q + K) * size] if self.whole else [y.data_ptr() for y in parts]
+        places = array("Q", [x.data_ptr(), *places, *(0 if y is None else y.data_ptr() for y in tensors)])
         net, bound = memory.net, memory.options["grad_bound"]
         scales = [net.eps, bound or 0.0, 0.0 if memory.norm is None else memory.norm.variance_epsilon]
         scales += [unit.max_lr * factor for unit, factor in zip(memory.memories._modules.values(), memory.lr_factors)]
-        scales, places = array("d", scales), array("Q", places + [0 if y is None else y.data_ptr() for y in tensors])
+        scales = array("d", scales)
         if library(x.dtype).token(*(y.buffer_info()[0] for y in (self.numbers, places, scales))):
-            raise MemoryError(f"no room for {self.numbers[8]} threads to decode {len(x)} rows")
+            raise MemoryError(f"no room for {self.threads} threads to decode {B} rows")
         return o, losses
+
+
+def _check(tensors, dtype: torch.dtype, size: int) -> None:
+    for x in tensors:
+        if x is not None and (x.dtype != dtype or x.numel() != size):
+            raise ValueError(f"state must hold {size} numbers of {dtype}, got {x.numel()} of {x.dtype}")

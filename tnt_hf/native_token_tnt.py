@@ -153,15 +153,12 @@ static real memory_token(const Call *s, const Spec *of, I p, I now, const real *
     real theta = scale * gate(s->hidden, x, given + GATE_LR, h), alpha = 0, mu = 0;
     int forgets = given[GATE_ALPHA] != 0;
     if (s->bounded) {
-        real most = 0, sum = 0, size[MAX_LAYERS];
+        real of_a[MAX_LAYERS], of_delta[MAX_LAYERS];
         EACH(i, L) {
-            size[i] = (real)sqrt(dot(s->width[i], a[i], a[i]));
-            size[i] *= (real)sqrt(dot(s->width[i + 1], delta[i], delta[i]));
-            most = size[i] > most ? size[i] : most;
+            of_a[i] = (real)sqrt(dot(s->width[i], a[i], a[i]));
+            of_delta[i] = (real)sqrt(dot(s->width[i + 1], delta[i], delta[i]));
         }
-        EACH(i, L) sum += most > 0 ? size[i] / most * (size[i] / most) : 0;
-        real over = most * (real)sqrt(sum) / bound;
-        if (over > 1) theta /= over;
+        theta /= excess(L, 1, of_a, of_delta, bound);
     }
     if (forgets) alpha = gate(s->hidden, x, given + GATE_ALPHA, h);
     if (S[0]) mu = gate(s->hidden, x, given + GATE_MU, h);
