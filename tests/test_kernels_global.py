@@ -76,6 +76,12 @@ def case_one_program_runs_through_all_tiles_of_a_chunk(monkeypatch):
     compare(monkeypatch, programs=1)
 
 
+def case_more_shares_than_are_taken_up_at_once(monkeypatch):
+    """Three splits of a chunk, two of whose sums are added at a time."""
+    monkeypatch.setattr(kernels, "GROUP", 2)
+    compare(monkeypatch, T=100, momentum=True, decay=True, options={"chunk_size": 48})
+
+
 def case_one_layer_and_query_groups(monkeypatch):
     compare(monkeypatch, depth=1, G=2, momentum=True, decay=True, options={"residual": True, "decay_target": "zero"})
 
@@ -115,7 +121,8 @@ def case_without_a_final_state_and_twice_backward(monkeypatch):
     for op, dtype in ((memory_chunkwise, torch.float32), (memory_naive, torch.float64)):
         tensors, weights, rest = in_precision(single, dtype)
         x = [y.requires_grad_() for y in leaves(tensors, weights, rest)]
-        o, _ = op(*tensors, weights, chunk_size=16, reset_interval=32, read="chunk_start", **rest)
+        form = {"implementation": "chunk"} if op is memory_chunkwise else {}
+        o, _ = op(*tensors, weights, chunk_size=16, reset_interval=32, read="chunk_start", **form, **rest)
         (r,) = randoms([o])
         torch.autograd.grad((o * r).sum(), x, retain_graph=True)
         results.append([o, *torch.autograd.grad((o * r).sum(), x)])

@@ -1,4 +1,4 @@
-"""One token of all memories of a layer in C, in place: what takes `branch_tnt` some sixty operations of torch.
+"""One token of all memories of a layer in C, in place: what takes `branch_tnt` dozens of operations of torch.
 
 Axis legend
     B batch   H memory heads   G query heads per memory head   D head width   n = H G query rows   L layers of the
