@@ -102,7 +102,7 @@ ARROWS = {
         "precision_tnt",
         "state_tnt",
     },
-    "native_tnt": {"coefficients_tnt", "derivative_tnt", "native_build_tnt", "plan_tnt", "scan_tnt"},
+    "native_tnt": {"coefficients_tnt", "derivative_tnt", "native_build_tnt", "plan_tnt"},
     "kernels_state_tnt": {"kernels_parts_tnt"},
     "kernels_global_tnt": {"derivative_tnt", "kernels_parts_tnt", "kernels_chunk_tnt", "kernels_state_tnt"},
     "kernels_decode_tnt": {"kernels_parts_tnt"},

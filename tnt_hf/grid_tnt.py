@@ -48,6 +48,15 @@ class Grid(NamedTuple):
         (B, T, C), shards = self.size, self.rows // self.size[0]
         return B, T, len(self.counts) * C if shards > 1 else T, H
 
+    def places(self) -> Tensor:
+        """[N C] int64: the token of `[B T]` in each slot, B T where there is none."""
+        if self.tokens is not None:
+            return self.tokens
+        (B, T, C), shards, steps = self.size, self.rows // self.size[0], len(self.counts)
+        tokens = torch.arange(B * T, device=self.time.device).view(B, T)
+        tokens = F.pad(tokens, (0, shards * steps * C - T), value=B * T)
+        return tokens.view(B, shards, steps, C).permute(2, 1, 0, 3).flatten()
+
     def gather_rows(self, *parts: Tensor) -> Tensor:
         """A dense grid's [B, T, H, G, K] each -> [N H, C G of all parts, K]: a chunk's rows of the first part, then of
         the next."""

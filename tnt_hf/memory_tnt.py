@@ -318,37 +318,39 @@ def _run_chunks(q, k, v, lr, init, net, options, momentum, decay, mask, segment_
         read = (q, k, v, lr, momentum, decay, *(options["layernorm"] or ()))
         options["native"] = runs_native("implementation", options["native"], init, read)
     dense, none = options["triton"] and layout.there is None, [None] * len(layout.grids)
-    if dense:
+    whole, apart = dense or options["native"] and len(layout.grids) == 1, options["triton"] or options["native"]
+    if whole:
         rows, keys, values = [q], [k], [v]
     else:
         q, values = q.unflatten(2, (H, -1)), layout.programs(v)
-        rows = layout.rows(q) if options["triton"] else layout.rows(q, k[:, :, :, None])
-        keys = layout.programs(k) if options["triton"] else none
+        rows = layout.rows(q) if apart else layout.rows(q, k[:, :, :, None])
+        keys = layout.programs(k) if apart else none
     padded = momentum is not None and any(grid.padded for grid in layout.grids)
     scalars = (lr, momentum, decay, torch.ones_like(lr) if padded else None)
     scalars = zip(*(none if x is None else layout.programs(x) for x in scalars))
     parts = zip(layout.grids, rows, keys, values, scalars)
-    results = [_run_grid(*part, dense, H, Hq // H, init, net, options, state, M) for part in parts]
+    results = [_run_grid(*part, whole, H, Hq // H, init, net, options, state, M) for part in parts]
     o, losses, states = zip(*results)
     loss = layout.tokens(losses) if options["keep_loss"] else None
-    if dense:
+    if whole:
         return o[0], states[0], loss
     o = [y.unflatten(1, (grid.size[2], -1)) for y, grid in zip(o, layout.grids)]
     return layout.tokens(o).flatten(2, 3), states[0], loss
 
 
-def _run_grid(grid, rows, k, v, scalars, dense, H, G, init, net, options, state, M):
+def _run_grid(grid, rows, k, v, scalars, whole, H, G, init, net, options, state, M):
     """The scan over one grid: outputs `[N H, C G, V]`, losses, and the state behind each batch row's last token.
-    rows are q, and in torch k as well; k is for Triton, which if dense has everything, outputs too, as the batch has
-    it. M is the projection's state there."""
+    rows are q, and in torch k as well, which others take apart. whole: q, k, v and the outputs are as the batch has
+    them. M is the projection's state there."""
     C, (theta, mu, decay, present) = options["chunk_size"], scalars
     given = state or MemoryState([None] * len(init), [None] * len(init), None, None, None)
     full = grid.full if isinstance(grid.full, bool) else grid.full.repeat_interleave(H)
     counts, starts = ([n * H for n in x] for x in (grid.counts, grid.starts))
     plan = Plan(
         net, counts, starts, G, options["read"] == "current", state is not None and C > 1, full,
-        options["keep_state"], options["keep_loss"], options["grad_bound"], grid.dense(H) if dense else None,
-        options["quadratic"],
+        options["keep_state"], options["keep_loss"], options["grad_bound"],
+        grid.dense(H) if whole and options["triton"] else None, options["quadratic"],
+        grid.places() if whole and options["native"] else None,
     )  # fmt: skip
     mu = mu if present is None else torch.where(present > 0, mu, 1.0)
     keep = None if decay is None else 1 - decay
@@ -371,10 +373,11 @@ def _run_grid(grid, rows, k, v, scalars, dense, H, G, init, net, options, state,
     else:
         coef = chunk_coefficients(theta, mu, keep, present, plan.current)
         if options["native"]:
-            from .native_tnt import native_scan as run
+            from .native_tnt import native_scan
+
+            o, loss, *final = native_scan(plan, rows, k, v, coef, ln, target, xi, W, S)
         else:
-            run = _scan_torch
-        o, loss, *final = run(plan, rows, v, coef, ln, target, xi, W, S)
+            o, loss, *final = _scan_torch(plan, rows, v, coef, ln, target, xi, W, S)
         if plan.quadratic:
             final = [y and [ring.leave(y[0]), *y[1:]] for y in final]
     if not plan.keep_state:

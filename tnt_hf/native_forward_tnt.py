@@ -12,6 +12,7 @@ SOURCE = r"""
 typedef struct {
     I programs, steps, C, groups, L, threads, gelu, residual, current, carried, keep_state, stride, bounded;
     I quadratic, tokens; /* whether the network sees products of q and k, and the width of these */
+    I heads, absent;     /* with SLOTS: memory heads, and what stands there where there is no token */
     I width[];
 } Shape;
 
@@ -26,12 +27,42 @@ typedef struct {
 #define TENSOR(kind) ((real *)job->t[kind])
 #define LAYER(kind, i) ((real *)job->t[FIXED + (kind) * s->L + (i)])
 
+/* ---------------------------------------------------------------------------------------------- a chunk's tokens */
+
+/* Which row of k and v, and which group of rows of q, token t of chunk n has: those of all chunks one after the other,
+   or with SLOTS, [N / heads, C], rows of [tokens, heads]; -1 where there is no token */
+inline_ I row_of(const Job *job, I n, I t) {
+    const Shape *s = job->s;
+    const I *slots = job->t[SLOTS];
+    if (!slots) return n * s->C + t;
+    I token = slots[n / s->heads * s->C + t];
+    return token == s->absent ? -1 : token * s->heads + n % s->heads;
+}
+
+/* y [C, size] = the rows of x that belong to chunk n, 0 where there is no token */
+static void gather(const Job *job, I n, I size, const real *x, real *y) {
+    EACH(t, job->s->C) {
+        I row = row_of(job, n, t);
+        if (row < 0) memset(y + t * size, 0, size * sizeof(real));
+        else memcpy(y + t * size, x + row * size, size * sizeof(real));
+    }
+}
+
+/* And back, to the tokens that there are */
+static void scatter(const Job *job, I n, I size, const real *y, real *x) {
+    EACH(t, job->s->C) {
+        I row = row_of(job, n, t);
+        if (row >= 0) memcpy(x + row * size, y + t * size, size * sizeof(real));
+    }
+}
+
 /* ------------------------------------------------------------------------------------------------------- one chunk */
 
 /* What the inner gradient of one chunk is made of. */
 typedef struct {
     const real *a[MAX_LAYERS]; /* [C, d_in], of the tokens or in own_a */
     real *own_a[MAX_LAYERS], *delta[MAX_LAYERS], *slope[MAX_LAYERS], *bend[MAX_LAYERS];
+    real *k, *offset;                  /* [C, tokens]; [C, V], all of the error f(W, k) - v but the weights' part */
     real *error, *h, *inverse, *u;     /* [C, V], [C] */
     real *shrink, *writes, *s_writes;  /* [C]: of g_i, how much is kept, goes to W_C and goes to S_C */
     real *size, *size_a, *size_delta;  /* of |g_i| / bound; [C], [L, C] */
@@ -52,6 +83,8 @@ static void room_inner(const Job *job, Inner *x, real **arena) {
         x->bend[i] = i ? take(arena, C * s->width[i]) : 0;
         x->delta[i] = take(arena, C * s->width[i + 1]);
     }
+    x->k = take(arena, C * s->tokens);
+    x->offset = take(arena, C * V);
     x->error = take(arena, C * V);
     x->h = take(arena, C * V);
     x->u = take(arena, C * V);
@@ -64,11 +97,28 @@ static void room_inner(const Job *job, Inner *x, real **arena) {
     x->size_delta = take(arena, C * L);
 }
 
-/* From y (with a LayerNorm) or the error (without) of the top layer: error, delta and what their derivatives need. */
-static void top_gradient(const Job *job, I p, I n, const real *top, int is_error, Inner *x) {
+/* What the gradient is made of besides the weights: the chunk's keys, as the network sees them, and, if `values`, the
+   offset */
+static void inner_tokens(const Job *job, I p, I n, int values, Inner *x) {
     const Shape *s = job->s;
     I C = s->C, V = s->width[s->L];
-    const real *offset = TENSOR(OFFSET) + n * C * V, *gain = TENSOR(GAIN);
+    gather(job, n, s->tokens, TENSOR(KEY), x->k);
+    x->a[0] = s->quadratic ? x->own_a[0] : x->k;
+    if (s->quadratic) ring_products(C, s->tokens, x->k, x->own_a[0]);
+    if (!values) return;
+    const real *bias = TENSOR(BIAS);
+    real *offset = x->offset;
+    gather(job, n, V, TENSOR(VALUE), offset);
+    if (s->residual) EACH(e, C * V) offset[e] = x->k[e] - offset[e];
+    else EACH(e, C * V) offset[e] = -offset[e];
+    if (bias) EACH(t, C) EACH(e, V) offset[t * V + e] += bias[p * V + e];
+}
+
+/* From y (with a LayerNorm) or the error (without) of the top layer: error, delta and what their derivatives need. */
+static void top_gradient(const Job *job, I p, const real *top, int is_error, Inner *x) {
+    const Shape *s = job->s;
+    I C = s->C, V = s->width[s->L];
+    const real *offset = x->offset, *gain = TENSOR(GAIN);
     real *delta = x->delta[s->L - 1];
     if (!gain) {
         EACH(i, C * V) delta[i] = is_error ? top[i] : top[i] + offset[i];
@@ -171,8 +221,8 @@ static void write_chunk(const Job *job, I p, I n, const Inner *x, real *const *W
 typedef struct {
     Inner inner;
     real *W[MAX_LAYERS], *S[MAX_LAYERS];
-    real *z[MAX_LAYERS], *grad_act[MAX_LAYERS], *y[MAX_LAYERS], *q, *x, *slope, *turned, *pairs, *p, *more, *scaled;
-    real *h, *inverse;
+    real *z[MAX_LAYERS], *grad_act[MAX_LAYERS], *y[MAX_LAYERS], *x, *slope, *turned, *pairs, *p, *more, *scaled;
+    real *q, *products, *o, *h, *inverse; /* [R, tokens], what the network sees of them, [R, V] */
 } Forward;
 
 static I room_forward(const Job *job, Forward *f, real *arena) {
@@ -188,7 +238,9 @@ static I room_forward(const Job *job, Forward *f, real *arena) {
         f->y[i] = take(&arena, R * s->width[i + 1]);
         f->grad_act[i] = i ? take(&arena, C * s->width[i]) : 0;
     }
-    f->q = take(&arena, s->quadratic ? R * s->width[0] : 0);
+    f->q = take(&arena, R * s->tokens);
+    f->products = take(&arena, s->quadratic ? R * s->width[0] : 0);
+    f->o = take(&arena, R * s->width[L]);
     f->x = take(&arena, (R + C) * job->widest);
     f->slope = take(&arena, (R + C) * job->widest);
     f->turned = take(&arena, job->largest + job->widest * job->ldp);
@@ -202,10 +254,9 @@ static I room_forward(const Job *job, Forward *f, real *arena) {
 }
 
 /* q . k of the chunk, [R, ldp]; of their products it is the square */
-static void token_scores(const Job *job, I n, real *turned, real *p) {
+static void token_scores(const Job *job, const real *q, const real *k, real *turned, real *p) {
     I C = job->s->C, D = job->s->tokens;
-    const real *q = TENSOR(QK) + n * (job->R + C) * D;
-    transpose(C, D, q + job->R * D, turned, job->ldp);
+    transpose(C, D, k, turned, job->ldp);
     pair_scores(C, job->s->groups, D, q, turned, p, job->ldp);
 }
 
@@ -234,14 +285,14 @@ static void read_layer(const Job *job, I p, I n, I i, const real *x, Forward *f,
         transpose(C, m, f->inner.a[i], f->turned, ldp);
         pair_scores(C, s->groups, m, x, f->turned, f->p, ldp);
     } else
-        token_scores(job, n, f->turned, f->p);
+        token_scores(job, f->q, f->inner.k, f->turned, f->p);
     EACH(j, R * ldp) f->p[j] *= i || !s->quadratic ? f->pairs[j] : f->pairs[j] * f->p[j];
     pairs_times_writes(C, s->groups, k, f->p, ldp, f->inner.delta[i], y, -1, 1);
 }
 
 static void forward_program(const Job *job, I p, Forward *f) {
     const Shape *s = job->s;
-    I C = s->C, R = job->R, L = s->L, D = s->tokens, V = s->width[L];
+    I C = s->C, G = s->groups, R = job->R, L = s->L, D = s->tokens, V = s->width[L];
     const I *counts = job->t[COUNTS], *starts = job->t[STARTS];
     const int8_t *full = job->t[FULL];
     int momentum = TENSOR(S_CARRY) != 0, taped = LAYER(Z_KEY_, 0) != 0;
@@ -266,15 +317,11 @@ static void forward_program(const Job *job, I p, Forward *f) {
                 if (momentum) memcpy(LAYER(KEPT_S_, i) + at, f->S[i], size * sizeof(real));
             }
         }
-        const real *q = TENSOR(QK) + n * (R + C) * D, *in = q;
+        const real *in = s->quadratic ? f->products : f->q;
         Inner *x = &f->inner;
-        x->a[0] = q + R * D;
-        if (s->quadratic) {
-            ring_products(R, D, q, f->q);
-            ring_products(C, D, q + R * D, x->own_a[0]);
-            in = f->q;
-            x->a[0] = x->own_a[0];
-        }
+        gather(job, n, G * D, TENSOR(QUERY), f->q);
+        if (s->quadratic) ring_products(R, D, f->q, f->products);
+        inner_tokens(job, p, n, 1, x);
         EACH(i, L) { /* the key's pass */
             I m = s->width[i], k = s->width[i + 1];
             real *z = taped && (i < L - 1 || TENSOR(GAIN)) ? LAYER(Z_KEY_, i) + n * C * k : f->z[i];
@@ -284,7 +331,7 @@ static void forward_program(const Job *job, I p, Forward *f) {
                 x->a[i + 1] = x->own_a[i + 1];
             }
         }
-        top_gradient(job, p, n, taped && TENSOR(GAIN) ? LAYER(Z_KEY_, L - 1) + n * C * V : f->z[L - 1], 0, x);
+        top_gradient(job, p, taped && TENSOR(GAIN) ? LAYER(Z_KEY_, L - 1) + n * C * V : f->z[L - 1], 0, x);
         if (taped && !TENSOR(GAIN)) memcpy(LAYER(Z_KEY_, L - 1) + n * C * V, x->error, C * V * sizeof(real));
         for (I i = L - 1; i > 0; i--) {
             I m = s->width[i], k = s->width[i + 1];
@@ -297,7 +344,7 @@ static void forward_program(const Job *job, I p, Forward *f) {
         if (s->current) read_weights(job, n, x, f->pairs);
         EACH(i, L) { /* the reads */
             I k = s->width[i + 1];
-            real *out = i == L - 1 ? TENSOR(O) + n * R * V : f->x;
+            real *out = i == L - 1 ? f->o : f->x;
             real *z = taped && LAYER(Z_READ_, i) ? LAYER(Z_READ_, i) + n * R * k : out;
             read_layer(job, p, n, i, in, f, s->current ? f->W : start, S, z);
             if (i < L - 1) {
@@ -308,8 +355,9 @@ static void forward_program(const Job *job, I p, Forward *f) {
                 standardise(R, V, job->eps, z, f->h, f->inverse);
                 EACH(r, R) EACH(e, V) out[r * V + e] = bias[e] + gain[e] * f->h[r * V + e];
             }
-            if (i == L - 1 && s->residual) EACH(e, R * V) out[e] += q[e];
         }
+        if (s->residual) EACH(e, R * V) f->o[e] += f->q[e];
+        scatter(job, n, G * V, f->o, TENSOR(O));
         if (TENSOR(LOSS)) EACH(t, C) TENSOR(LOSS)[n * C + t] = (real)0.5 * dot(V, x->error + t * V, x->error + t * V);
         int last = j == chunks - 1;
         if (last && !s->keep_state) break;

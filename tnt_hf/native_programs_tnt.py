@@ -12,7 +12,7 @@ pushed checkpoint.
 SOURCE = r"""
 static void backward_program(const Job *job, I p, Backward *b) {
     const Shape *s = job->s;
-    I C = s->C, R = job->R, L = s->L, D = s->tokens;
+    I C = s->C, R = job->R, L = s->L;
     const I *counts = job->t[COUNTS], *starts = job->t[STARTS];
     const int8_t *full = job->t[FULL];
     int momentum = TENSOR(S_CARRY) != 0, live = LAYER(D_W_END_, 0) != 0;
@@ -61,12 +61,11 @@ static void backward_program(const Job *job, I p, Backward *b) {
             if (s->current) read_weights(job, n, x, b->pairs);
             EACH(i, L)
                 transpose(s->width[i], s->width[i + 1], (s->current ? W : start)[i], b->turned_W[i], s->width[i]);
-            real *d_q = TENSOR(D_QK) + n * (R + C) * D;
-            through_reads(job, p, n, x, S, d_S, d_q, b);
+            through_reads(job, p, n, x, S, d_S, b);
             if (s->bounded) through_bound(job, x, b);
             if (carried && s->current)
                 EACH(i, L) transpose(s->width[i], s->width[i + 1], start[i], b->turned_W[i], s->width[i]);
-            through_inner(job, p, n, x, start, b->turned_W, d_q + R * D, b);
+            through_inner(job, p, n, x, start, b->turned_W, b);
             scalar_gradients(job, n, x, b);
             EACH(i, L) {
                 I m = s->width[i], k = s->width[i + 1], keys = i ? 2 * C : C;

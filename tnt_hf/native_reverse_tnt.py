@@ -13,6 +13,7 @@ typedef struct {
     real *(*W)[MAX_LAYERS], *(*S)[MAX_LAYERS]; /* before each of them */
     real *d_a[MAX_LAYERS], *d_delta[MAX_LAYERS], *left[MAX_LAYERS], *right[MAX_LAYERS], *read_slope[MAX_LAYERS];
     real *turned_W[MAX_LAYERS], *turned, *pairs, *p, *g, *d_pairs, *d_y, *r, *more, *scaled, *h, *inverse;
+    real *q, *d_o, *d_q, *d_k, *d_error;
     real *d_tokens, *dots; /* of q and k, past their products */
     real *d_writes, *d_s_writes, *d_keep, *d_carry;
 } Backward;
@@ -55,6 +56,11 @@ static I room_backward(const Job *job, Backward *b, real *arena) {
     b->scaled = take(&arena, (R + C) * job->widest);
     b->h = take(&arena, (R + C) * job->widest);
     b->inverse = take(&arena, R + C);
+    b->q = take(&arena, s->quadratic ? R * s->tokens : 0);
+    b->d_o = take(&arena, R * s->width[L]);
+    b->d_q = take(&arena, R * s->tokens);
+    b->d_k = take(&arena, C * s->tokens);
+    b->d_error = take(&arena, C * s->width[L]);
     b->d_tokens = take(&arena, s->quadratic ? (R + C) * s->tokens : 0);
     b->dots = take(&arena, s->quadratic ? pairs : 0);
     b->d_writes = take(&arena, C);
@@ -67,13 +73,9 @@ static I room_backward(const Job *job, Backward *b, real *arena) {
 /* The chunk's inner gradient again, from the tape: elementwise work only. */
 static void rebuild(const Job *job, I p, I n, Inner *x) {
     const Shape *s = job->s;
-    I C = s->C, R = job->R, L = s->L, D = s->tokens, V = s->width[L];
-    x->a[0] = TENSOR(QK) + n * (R + C) * D + R * D;
-    if (s->quadratic) {
-        ring_products(C, D, x->a[0], x->own_a[0]);
-        x->a[0] = x->own_a[0];
-    }
-    top_gradient(job, p, n, LAYER(Z_KEY_, L - 1) + n * C * V, 1, x);
+    I C = s->C, L = s->L, V = s->width[L];
+    inner_tokens(job, p, n, TENSOR(GAIN) != 0, x);
+    top_gradient(job, p, LAYER(Z_KEY_, L - 1) + n * C * V, 1, x);
     for (I i = L - 1; i > 0; i--) {
         I m = s->width[i];
         const real *g = LAYER(GRAD_ACT_, i - 1) + n * C * m;
@@ -147,15 +149,15 @@ static void token_gradient(const Job *job, I rows, const real *grad, const real 
     }
 }
 
-/* Through the reads of weights that are `turned_W`: leaves x and (scaled) d_y in left and right, d q in d_q. */
-static void through_reads(const Job *job, I p, I n, const Inner *x, real *const *S, real *const *d_S,
-                          real *d_q, Backward *b) {
+/* Through the reads of weights that are `turned_W`: leaves x and (scaled) d_y in left and right, and d_q. */
+static void through_reads(const Job *job, I p, I n, const Inner *x, real *const *S, real *const *d_S, Backward *b) {
     const Shape *s = job->s;
     I C = s->C, G = s->groups, R = job->R, L = s->L, D = s->tokens, V = s->width[L], ldp = job->ldp;
-    const real *keep = s->current ? TENSOR(KEEP) : 0, *carry = TENSOR(CARRY), *d_o = TENSOR(D_O) + n * R * V;
-    const real *q = TENSOR(QK) + n * (R + C) * D;
+    const real *keep = s->current ? TENSOR(KEEP) : 0, *carry = TENSOR(CARRY), *d_o = b->d_o;
+    real *q = s->quadratic ? b->q : b->left[0];
+    gather(job, n, G * V, TENSOR(D_O), b->d_o);
+    gather(job, n, G * D, TENSOR(QUERY), q);
     if (s->quadratic) ring_products(R, D, q, b->left[0]);
-    else memcpy(b->left[0], q, R * D * sizeof(real));
     for (I i = 1; i < L; i++) {
         I m = s->width[i];
         activate(s->gelu, R * m, LAYER(Z_READ_, i - 1) + n * R * m, b->left[i], b->read_slope[i], 0, 0);
@@ -210,7 +212,7 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
         if (s->current) {
             int squared = s->quadratic && i == 0;
             if (squared) {
-                token_scores(job, n, b->turned, b->dots);
+                token_scores(job, q, x->k, b->turned, b->dots);
                 EACH(e, R * ldp) b->p[e] = b->dots[e] * b->dots[e];
             } else {
                 transpose(C, m, x->a[i], b->turned, ldp);
@@ -225,7 +227,7 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
             }
             if (squared) {
                 EACH(e, R * ldp) b->g[e] *= 2 * b->dots[e];
-                pairs_times_writes(C, G, D, b->g, ldp, q + R * D, b->d_tokens, -1, 0);
+                pairs_times_writes(C, G, D, b->g, ldp, x->k, b->d_tokens, -1, 0);
                 pairs_times_reads(C, G, D, b->g, ldp, q, b->d_tokens + R * D, -1, 0);
             } else {
                 pairs_times_writes(C, G, m, b->g, ldp, x->a[i], b->r, -1, 1);
@@ -234,9 +236,10 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
             pairs_times_reads(C, G, k, b->p, ldp, b->d_y, b->d_delta[i], -1, 1);
         }
         if (i) EACH(e, R * m) b->d_y[e] = b->r[e] * b->read_slope[i][e];
-        else token_gradient(job, R, b->r, q, b->d_tokens, d_q);
+        else token_gradient(job, R, b->r, q, b->d_tokens, b->d_q);
     }
-    if (s->residual) EACH(e, R * D) d_q[e] += d_o[e];
+    if (s->residual) EACH(e, R * D) b->d_q[e] += d_o[e];
+    scatter(job, n, G * D, b->d_q, TENSOR(D_QUERY));
 }
 
 /* Through the scale of a gradient bound: every use of g_i is linear in delta_i. */
@@ -263,7 +266,7 @@ static void through_bound(const Job *job, const Inner *x, Backward *b) {
 }
 
 /* Through the inner gradient: a and delta as functions of k, offset and the weights `start`. */
-static void through_inner(const Job *job, I p, I n, const Inner *x, real *const *start, real *const *turned, real *d_k,
+static void through_inner(const Job *job, I p, I n, const Inner *x, real *const *start, real *const *turned,
                           Backward *b) {
     const Shape *s = job->s;
     I C = s->C, R = job->R, L = s->L, V = s->width[L], D = s->tokens;
@@ -276,7 +279,7 @@ static void through_inner(const Job *job, I p, I n, const Inner *x, real *const 
         EACH(e, C * m) d_g[e] = b->d_delta[i - 1][e] * x->slope[i][e];
         product(C, k, m, d_g, m, 1, start[i], k, b->d_delta[i], k, 1, 1);
     }
-    real *lam = b->d_delta[L - 1], *d_z = b->right[L - 1] + R * V, *d_error = TENSOR(D_OFFSET) + n * C * V;
+    real *lam = b->d_delta[L - 1], *d_z = b->right[L - 1] + R * V, *d_error = b->d_error;
     if (!TENSOR(GAIN)) {
         memcpy(d_z, lam, C * V * sizeof(real));
         memcpy(d_error, lam, C * V * sizeof(real));
@@ -309,8 +312,11 @@ static void through_inner(const Job *job, I p, I n, const Inner *x, real *const 
             EACH(e, C * m) below[e] = b->d_delta[i - 1][e] * x->bend[i][e] + b->d_a[i][e] * x->slope[i][e];
         }
     }
-    token_gradient(job, C, b->d_a[0], TENSOR(QK) + (n * (R + C) + R) * D, b->d_tokens + R * D, d_k);
-    if (s->residual) EACH(e, C * D) d_k[e] += d_error[e];
+    token_gradient(job, C, b->d_a[0], x->k, b->d_tokens + R * D, b->d_k);
+    if (s->residual) EACH(e, C * D) b->d_k[e] += d_error[e];
+    EACH(e, C * V) d_error[e] = -d_error[e]; /* which is v's */
+    scatter(job, n, D, b->d_k, TENSOR(D_KEY));
+    scatter(job, n, V, d_error, TENSOR(D_VALUE));
 }
 
 /* What the chunk's scalars get. */

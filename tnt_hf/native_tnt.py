@@ -19,7 +19,6 @@ from .coefficients_tnt import Coef
 from .derivative_tnt import once_differentiable
 from .native_build_tnt import LAYERS, TENSORS, library
 from .plan_tnt import Plan, keeps_all
-from .scan_tnt import offsets
 
 
 INPUTS = TENSORS[: TENSORS.index("O")]
@@ -27,11 +26,12 @@ STATES = ("W", "XI", "S", "TARGET")
 TAPE = ("Z_KEY", "Z_READ", "GRAD_ACT", "KEPT_W", "KEPT_S")
 
 
-def native_scan(plan: Plan, qk, v, coef: Coef, ln, target, xi, W, S):
-    """`scan_tnt.scan` of the same arguments (v `[N, C, V]` in place of the offset), which autograd can follow."""
+def native_scan(plan: Plan, q, k, v, coef: Coef, ln, target, xi, W, S):
+    """`scan_tnt.scan` of the same arguments, which autograd can follow. With `plan.slots` q, k, v and o are those of
+    the batch, `[B, T, heads, D]`, else of the chunks, `[N, C G, K]`, `[N, C, K]`, `[N, C, V]` and `[N, C G, V]`."""
     none = [None] * len(W)
     states = (*W, *(xi or none), *(S or none), *(target or none))
-    o, loss, *ends = NativeScan.apply(plan, len(W), qk, v, *coef, *(ln or (None, None)), *states)
+    o, loss, *ends = NativeScan.apply(plan, len(W), q, k, v, *coef, *(ln or (None, None)), *states)
     kinds = (ends[i * len(W) : (i + 1) * len(W)] for i in range(3))
     return o, loss, *(None if x[0] is None else list(x) for x in kinds)
 
@@ -40,29 +40,27 @@ class NativeScan(torch.autograd.Function):
     """What `ChunkScan` keeps, it keeps: O(1) per token, and O(sqrt(steps)) states, or all where they are small."""
 
     @staticmethod
-    def forward(ctx, plan, depth, qk, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
-        ln = None if gain is None else (gain, bias)
-        inputs = (*_index(plan), qk, offsets(plan, qk, v, ln), theta, c, A, D, s_end, m_end, gain, bias)
+    def forward(ctx, plan, depth, q, k, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
+        inputs = (*_index(plan), plan.slots, q, k, v, theta, c, A, D, s_end, m_end, gain, bias)
         inputs, states = ([None if x is None else x.contiguous() for x in y] for y in (inputs, states))
-        (N, C, V), qk, W = v.shape, inputs[INPUTS.index("QK")], states[:depth]
-        R, P, momentum = C * plan.groups, plan.counts[0], s_end is not None
+        W, P, momentum = states[:depth], plan.counts[0], s_end is not None
         tape, stride = dict.fromkeys(TAPE, [None] * depth), 0
         if any(ctx.needs_input_grad):
-            tape, stride = _blank_tape(plan, qk, W, C, ln is not None, momentum)
-        # programs that a grid leaves out at its end are not looked at
-        made = qk.new_empty if sum(plan.counts) == N else qk.new_zeros
-        o, loss = made(N, R, V), made(N, C) if plan.keep_loss else None
+            tape, stride = _blank_tape(plan, theta, W, gain is not None, momentum)
+        every = _every(plan, q, len(theta))
+        o = (q.new_empty if every else q.new_zeros)(*q.shape[:-1], v.shape[-1])
+        loss = theta.new_zeros(theta.shape) if plan.keep_loss else None
         kinds = (plan.keep_state, plan.keep_state, plan.keep_state and momentum)
         ends = [[torch.empty_like(w) if kept else None for w in W] for kept in kinds]
         widths = [W[0].shape[1], *(w.shape[2] for w in W)]
         options = (plan.net.activation == "gelu", plan.net.residual, plan.current, plan.carried, plan.keep_state)
-        options += (stride, plan.bound is not None, plan.quadratic, qk.shape[2])
-        shape = [P, len(plan.counts), C, plan.groups, depth, torch.get_num_threads(), *options, *widths]
+        options += (stride, plan.bound is not None, plan.quadratic, k.shape[-1], *_room(plan, k))
+        shape = [P, len(plan.counts), theta.shape[1], plan.groups, depth, torch.get_num_threads(), *options, *widths]
         layers = dict(zip((*STATES, "W_END", "XI_END", "S_END"), (*_split(states, depth), *ends))) | tape
         _call("forward", plan, shape, dict(zip(INPUTS, inputs)) | {"O": o, "LOSS": loss}, layers)
         if stride:
             ctx.save_for_backward(*inputs, *states, *(x for y in tape.values() for x in y))
-        ctx.plan, ctx.depth, ctx.shape = plan, depth, shape
+        ctx.plan, ctx.depth, ctx.shape, ctx.every = plan, depth, shape, every
         if loss is not None:
             ctx.mark_non_differentiable(loss)
         return o, loss, *(x for y in ends for x in y)
@@ -75,15 +73,14 @@ class NativeScan(torch.autograd.Function):
         layers = dict(zip((*STATES, *TAPE), _split(rest, depth)))
         # zeros are what the code adds to, or leaves alone: programs that a grid leaves out, an unread last chunk
         d_inputs = {f"D_{x}": _zeros(named[x]) for x in INPUTS[INPUTS.index("THETA") :]}
-        made = torch.empty_like if sum(plan.counts) == len(named["QK"]) else torch.zeros_like
-        d_inputs = {f"D_{x}": made(named[x]) for x in ("QK", "OFFSET")} | d_inputs
+        made = torch.empty_like if ctx.every else torch.zeros_like
+        d_inputs = {f"D_{x}": made(named[x]) for x in ("QUERY", "KEY", "VALUE")} | d_inputs
         d_states = {f"D_{x}": [_zeros(y) for y in layers[x]] for x in STATES}
         if named["S_CARRY"] is not None:
             d_states["D_S"] = [torch.zeros_like(w) for w in layers["W"]]
         d_ends = [None if x is None else x.contiguous() for x in d_ends]
         layers |= d_states | dict(zip(("D_W_END", "D_XI_END", "D_S_END"), _split(d_ends, depth)))
         _call("backward", plan, ctx.shape, named | d_inputs | {"D_O": d_o.contiguous()}, layers)
-        d_inputs["D_OFFSET"].neg_()  # which is v's
         if layers["S"][0] is None:  # it began with zeros
             d_states["D_S"] = [None] * depth
         return None, None, *d_inputs.values(), *(x for y in d_states.values() for x in y)
@@ -98,7 +95,7 @@ def _call(name: str, plan: Plan, shape: list[int], tensors: dict, layers: dict) 
     ordered = [tensors.get(x) for x in TENSORS] + [y for x in LAYERS for y in layers.get(x, none)]
     places = (ctypes.c_void_p * len(ordered))(*(0 if x is None else x.data_ptr() for x in ordered))
     numbers = (ctypes.c_int64 * len(shape))(*map(int, shape))
-    code = library(tensors["QK"].dtype)
+    code = library(tensors["KEY"].dtype)
     if getattr(code, name)(numbers, places, plan.net.eps, plan.bound or 0.0):
         raise MemoryError(
             f"no room for {shape[5]} threads to run a memory of {depth} layers {shape[-depth - 1 :]} wide"
@@ -111,17 +108,32 @@ def _index(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor(plan.counts), torch.tensor(plan.starts), full.to(torch.int8)
 
 
-def _blank_tape(plan: Plan, qk: Tensor, W: list[Tensor], C: int, ln: bool, momentum: bool) -> tuple[dict, int]:
+def _every(plan: Plan, q: Tensor, N: int) -> bool:
+    """Whether the code comes to every row of q: not to those of absent tokens, or of chunks, N of them, that a grid
+    leaves out at its end."""
+    if plan.slots is None:
+        return sum(plan.counts) == N
+    tokens = q.shape[0] * q.shape[1]
+    return int((plan.slots < tokens).sum()) == tokens
+
+
+def _room(plan: Plan, k: Tensor) -> tuple[int, int]:
+    """Memory heads, and what stands in an empty slot."""
+    return (1, 0) if plan.slots is None else (k.shape[2], k.shape[0] * k.shape[1])
+
+
+def _blank_tape(plan: Plan, theta: Tensor, W: list[Tensor], ln: bool, momentum: bool) -> tuple[dict, int]:
     """Room for what the forward leaves to the backward, and how many steps lie between two kept states."""
-    widths, steps, N = [w.shape[2] for w in W], len(plan.counts), len(qk)
+    widths, steps, (N, C) = [w.shape[2] for w in W], len(plan.counts), theta.shape
     stride = 1 if keeps_all(W, C, momentum) else math.isqrt(steps - 1) + 1
     slots = -(-steps // stride)
 
     def kept(wanted: bool) -> list[Tensor | None]:
-        return [qk.new_empty(plan.counts[0], slots, *w.shape[1:]) if wanted else None for w in W]
+        return [theta.new_empty(plan.counts[0], slots, *w.shape[1:]) if wanted else None for w in W]
 
     def rows(n: int, top: bool) -> list[Tensor | None]:
-        return [qk.new_empty(N, n, width) for width in widths[:-1]] + [qk.new_empty(N, n, widths[-1]) if top else None]
+        blank = [theta.new_empty(N, n, width) for width in (widths if top else widths[:-1])]
+        return blank if top else [*blank, None]
 
     tape = (rows(C, True), rows(C * plan.groups, ln), rows(C, False), kept(True), kept(momentum))
     return dict(zip(TAPE, tape)), stride
