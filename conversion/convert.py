@@ -8,12 +8,14 @@ makes new shards. The result appears at once when it is complete (staging), afte
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from transformers.configuration_utils import PreTrainedConfig
 
 from tnt_hf import __version__
@@ -26,8 +28,8 @@ from tnt_hf.conversion.model_card import model_card, public_name
 from tnt_hf.conversion.plan import base_shards, is_same_bytes, our_tensors, parse_size
 from tnt_hf.conversion.probe import measure_window, narrowed_layers, probe_name
 from tnt_hf.conversion.shards import STORED, TORCH
-from tnt_hf.conversion.source import Source, StoredTensor, locate, read_json, read_source
-from tnt_hf.conversion.staging import Staging, check_target
+from tnt_hf.conversion.source import Source, locate, read_json, read_source
+from tnt_hf.conversion.staging import Staging, check_target, target_of
 from tnt_hf.conversion.writer import Writer
 
 
@@ -97,7 +99,7 @@ def convert_checkpoint(
     for name in sorted(fields.keys() & {"source_config", "full_attention_layers"}):
         raise ValueError(f"{name}={fields[name]!r}: is no field of the memory")
     most, cast = parse_size(max_shard_size), stored_dtype(dtype)
-    folder, target = locate(source, revision), Path(output).resolve()
+    folder, target = locate(source, revision), target_of(output)
     _check_apart(folder, target)
     check_target(target, overwrite)
 
@@ -125,7 +127,7 @@ def convert_checkpoint(
             layers = choose_full_attention(costs, count)
             config = tnt_config(source_config, window=window, full_attention_layers=layers, **fields)
         say(table(errors, layers, losses))
-    _complete(config, checkpoint, source_config, tensors, cast, say)
+    _complete(config, checkpoint, source_config, cast, say)
 
     memory = list(initial_memory_tensors(config, tensors, STORED[config.dtype], seed))
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -212,17 +214,22 @@ def stored_dtype(dtype: Any) -> str | None:
     return names[name]
 
 
+def _first_dtype(checkpoint: Source) -> torch.dtype:
+    """That the library loads a checkpoint in whose configuration says nothing: of its first tensor."""
+    with safe_open(next(iter(checkpoint.shards.values())), framework="pt") as file:
+        first = next(iter(file.keys()), None)
+        return torch.float32 if first is None else TORCH[file.get_slice(first).get_dtype()]
+
+
 def _complete(
     config: TNTConfig,
     checkpoint: Source,
     source_config: PreTrainedConfig,
-    tensors: Mapping[str, StoredTensor],
     cast: str | None,
     say: Callable[[str], object],
 ) -> None:
     """What a saved configuration says beyond the architecture, as the library would read it from the source."""
-    embedding = tensors["model.embed_tokens.weight"].dtype
-    config.dtype = TORCH[cast] if cast else source_config.dtype or TORCH[embedding]
+    config.dtype = TORCH[cast] if cast else source_config.dtype or _first_dtype(checkpoint)
     if config.dtype not in STORED:
         raise ValueError(f"{checkpoint.name}: dtype={config.dtype}: must be one of {', '.join(map(str, STORED))}")
     config.architectures = ["TNTForCausalLM"]

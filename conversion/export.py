@@ -22,7 +22,7 @@ from .files import flush, sha256
 from .injected_attention import is_injected
 from .injection_config import LiZAConfig, TNTInjectionConfig
 from .manifest import MANIFEST, file_entry, write_manifest
-from .staging import Staging, check_target
+from .staging import Staging, check_target, target_of
 
 
 # What a `TNTInjectionConfig` says about attention and not about the memory.
@@ -76,7 +76,7 @@ def export_injected(
     config = exported_config(model)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise ValueError(f"tokenizer={type(tokenizer).__name__}: has no save_pretrained.")
-    target = Path(output).resolve()
+    target = target_of(output)
     check_target(target, overwrite)
     with torch.device("meta"):
         exported = TNTForCausalLM(config)

@@ -235,6 +235,12 @@ def _check_rope(config: PreTrainedConfig, family: Family) -> None:
     for name in ("rope_theta", "factor"):
         if rope.get(name) is not None and rope[name] <= 0:
             raise ValueError(f"rope_parameters.{name}={rope[name]!r}: must be positive")
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = int(width * (rope.get("partial_rotary_factor") or 1)) // 2
+    for name in ("short_factor", "long_factor"):
+        value = rope.get(name)
+        if rope["rope_type"] == "longrope" and value is not None and len(value) != pairs:
+            raise ValueError(f"rope_parameters.{name}={value!r}: must have {pairs} numbers, one a frequency")
     # The library moves a factor at the top level into rope_parameters, but not one that a configuration got later.
     for where, holder in (("rope_parameters.", rope), ("", vars(config))):
         factor = holder.get("partial_rotary_factor")

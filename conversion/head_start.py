@@ -16,7 +16,7 @@ from typing import Any
 from tnt_hf.conversion.files import ROOM, check_room, copy_unread
 from tnt_hf.conversion.layout import base_names
 from tnt_hf.conversion.source import Source, locate, read_source
-from tnt_hf.conversion.staging import Staging, check_target
+from tnt_hf.conversion.staging import Staging, check_target, target_of
 
 
 AHEAD = 2**17  # bytes the kernel is asked for at a time; it caps what one call reads ahead
@@ -92,7 +92,7 @@ def head_start(
     if settings.get("check") or {"dtype", "probe"} & settings.keys() or not Path(source).is_dir():
         return None
     try:
-        folder, target = locate(source, settings.get("revision")), Path(output).resolve()
+        folder, target = locate(source, settings.get("revision")), target_of(output)
         check_target(target, bool(settings.get("overwrite")))
         checkpoint = read_source(folder, source)
         existing = next(parent for parent in target.parents if parent.exists())

@@ -12,8 +12,6 @@ from tnt_hf.conversion.shards import NewTensor, split_by_size
 from tnt_hf.conversion.source import Source, StoredTensor
 
 
-# Buffers that old releases of the library stored and newer ones compute.
-IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -52,8 +50,6 @@ def our_tensors(source: Source, family: Family, config: TNTConfig) -> dict[str, 
     expected = dict(base_shapes(config))
     found: dict[str, StoredTensor] = {}
     for name, tensor in source.tensors.items():
-        if IGNORED.fullmatch(name):
-            continue
         end = next((end for end in family.fused if name.endswith(f".{end}")), None)
         if end is None:
             found[name] = tensor

@@ -32,6 +32,8 @@ TOKENIZERS = (
 )  # fmt: skip
 TEXTS = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)[\w.-]*", re.IGNORECASE)
 TEMPLATES = "additional_chat_templates"
+# Buffers that old releases of the library stored and newer ones compute: nobody reads them.
+COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq")
 CONFIGS = ("config.json", "adapter_config.json", "tokenizer_config.json")  # one of them is in every repository
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -86,7 +88,10 @@ def locate(source: str | os.PathLike, revision: str | None = None) -> Path:
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"revision={revision!r}: {source} is a local folder")
-        return folder.resolve()
+        folder = folder.resolve()
+        if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # as bytes that are no UTF-8 arrive
+            raise ValueError(f"source={ascii(str(source))}: its path is no text in UTF-8")
+        return folder
     if folder.exists():
         raise NotADirectoryError(f"source={str(source)!r}: is a file, not a checkpoint folder")
     if not HUB_ID.fullmatch(str(source)):
@@ -158,6 +163,8 @@ def read_source(folder: Path, name: str | None = None) -> Source:
     tensors: dict[str, StoredTensor] = {}
     for path in shards.values():
         for tensor in read_header(path):
+            if COMPUTED.fullmatch(tensor.name):
+                continue
             if tensor.name in tensors:
                 raise ValueError(f"{path}: tensor {tensor.name!r} is in {tensors[tensor.name].path.name} as well")
             tensors[tensor.name] = tensor
@@ -231,6 +238,8 @@ def _shards(folder: Path) -> dict[str, Path]:
 def _compare_with_index(folder: Path, tensors: dict[str, StoredTensor]) -> None:
     index = read_index(inside(folder, INDEX))
     for name, shard in index.items():
+        if COMPUTED.fullmatch(name):
+            continue
         if name not in tensors:
             raise ValueError(f"{folder / shard}: tensor {name!r} of {INDEX} is missing")
         if tensors[name].path != inside(folder, shard):

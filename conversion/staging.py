@@ -77,6 +77,23 @@ class Staging:
         flush(self.target.parent)
 
 
+def target_of(output: str | os.PathLike) -> Path:
+    """
+    The resolved path of a folder to be.
+
+    Raises:
+        ValueError: a link that leads to itself, or a name that no JSON file could hold.
+    """
+    try:
+        target = Path(output).resolve()
+        str(target).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"output={ascii(str(output))}: its path is no text in UTF-8") from None
+    except (RuntimeError, OSError) as error:  # the former of Python up to 3.12
+        raise ValueError(f"output={str(output)!r}: leads nowhere ({error})") from None
+    return target
+
+
 def check_target(target: Path, overwrite: bool) -> None:
     """
     Whether a folder may appear at `target`.

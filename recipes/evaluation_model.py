@@ -65,6 +65,8 @@ def load_model(
     if tokenizer and found is None:
         raise ValueError(f"--tokenizer {tokenizer}: holds no tokenizer")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if str(device).startswith("meta"):
+        raise ValueError(f"--device {device}: holds no numbers")
     try:
         return model.to(device).eval(), found
     except (AssertionError, RuntimeError) as error:

@@ -119,6 +119,15 @@ def test_info_reads_every_kind_of_source(config_file, tmp_path, capsys):
     assert load_config("tnt", ["local_chunk_sizes=4,8"]).local_chunk_sizes == [4, 8]
 
 
+def test_info_reads_fields_that_are_saved_where_they_were_set(config_file, tmp_path, capsys):
+    model = TNTForCausalLM(TNTConfig(**FIELDS | {"sliding_window": 16}))
+    model.set_sliding_window(8)
+    model.config.output_surprise = True
+    model.save_pretrained(tmp_path)
+    assert {"window_narrowed", "output_surprise"} <= json.loads((tmp_path / "config.json").read_text()).keys()
+    assert info(capsys, str(tmp_path)) == info(capsys, config_file, "sliding_window=8")
+
+
 def test_info_reads_recipes_of_new_models(capsys):
     """The paper's 150M models, by name and by path; the recipes promise equal parameters."""
     totals = {info(capsys, f"{name}_150m/stage1")["parameters"]["total"] for name in ("tnt", "titans", "transformer")}
@@ -280,6 +289,7 @@ def test_lists_of_integers_are_given_with_spaces_or_commas_as_to_train(option, n
     [
         "--max-new-tokens 0", "--temperature -1", "--temperature nan", "--temperature inf", "--prompt ",
         "--top-p 0 --temperature 1", "--top-p 1.5 --temperature 1", "--top-p nan", "--top-p 0.9",
+        "--temperature 1e-40", "--seed -1", "--seed 4294967296", "--prompt caf\udce9", "--device meta",
     ],
 )  # fmt: skip
 def test_generate_names_the_mistake(model_folder, mistake, capsys):

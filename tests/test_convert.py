@@ -8,9 +8,10 @@ import pytest
 import torch
 from checkpoints import CASES, FUSED, reload, save_source
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tnt_hf import TNTForCausalLM
-from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.conversion import convert_checkpoint, verify_conversion
 from tnt_hf.conversion.manifest import read_manifest
 from tnt_hf.conversion.shards import NewTensor, blocks, split_by_size, write_shard
 from tnt_hf.conversion.source import ITEMSIZE, read_header
@@ -298,6 +299,22 @@ def test_a_redundant_head_and_stored_frequencies_do_no_harm(tmp_path, tied):
     with torch.no_grad():
         assert reload(source)(ids).logits.equal(reload(result)(ids).logits)
     assert read_manifest(result)["conversion"]["parameters"]["base"] == reload(source).num_parameters()
+    report = verify_conversion(source, result, tokens=20)
+    assert report["passed"], report["verdict"]
+
+
+@pytest.mark.parametrize("narrow", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_dtype_that_nobody_wrote_down_is_the_one_the_source_loads_with(tmp_path, narrow):
+    source = save_source(tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    save_file(weights | {narrow: weights[narrow].bfloat16()}, source / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({name: x for name, x in fields.items() if name != "dtype"}))
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    expected, got = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, result))
+    ids, _ = batch()
+    with torch.no_grad():
+        assert expected.dtype == got.dtype and expected(ids).logits.equal(got(ids).logits)
 
 
 def test_mixed_precision_stays_what_it_is(tmp_path):

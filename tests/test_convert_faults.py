@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import reload, save_source
+from checkpoints import LONGROPE, reload, save_source
 from safetensors.torch import load_file, save_file
 
 from tnt_hf.conversion import convert, convert_checkpoint, writer
@@ -93,6 +93,7 @@ def holder(source: Path, tensor: str) -> Path:
         *(("rope_parameters", {"rope_type": "default", "rope_theta": x}) for x in (float("nan"), 0, -1e4, "big")),
         ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": float("inf")}),
         ("rope_parameters", {"rope_type": ["default"], "rope_theta": 1e4}),
+        ("rope_parameters", LONGROPE | {"long_factor": [1.0, 1.0]}),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         ("pad_token_id", 97),
         ("is_causal", False),
@@ -367,6 +368,15 @@ def test_the_output_must_be_another_folder(tmp_path, source):
     for output in (source, tmp_path / "alias", source / "x", tmp_path / "alias" / "x" / "y", tmp_path):
         for overwrite in (False, True):
             refused(tmp_path, "source", output=output, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("name, message", [("loop", "leads nowhere"), ("caf\udce9", "its path is no text in UTF-8")])
+def test_paths_that_nothing_can_be_written_to_or_about(tmp_path, source, name, message):
+    (tmp_path / "loop").symlink_to("loop")
+    assert "output='" in refused(tmp_path, message, output=tmp_path / name)
+    if name != "loop":
+        shutil.copytree(source, tmp_path / name)
+        assert "source='" in refused(tmp_path, message, source=tmp_path / name)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

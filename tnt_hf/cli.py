@@ -160,7 +160,7 @@ def load_config(source: str, overrides: list[str]):
         if not equals:
             raise ValueError(f"{override!r} must have the form FIELD=VALUE")
         fields[name] = parse_value(value)
-    known = set(TNTConfig().to_dict())
+    known = {*TNTConfig().to_dict(), "output_surprise", "window_narrowed"}  # these two are saved where they were set
     for name in fields:
         if name not in known and not name.startswith("_"):
             similar = get_close_matches(name, known, n=1)
@@ -302,13 +302,17 @@ def run_generate(options) -> None:
 
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
-    if not 0 <= options.temperature < math.inf:
-        raise ValueError(f"--temperature {options.temperature}: must be a number of at least 0")
+    if not (options.temperature == 0 or 1e-6 <= options.temperature < math.inf):  # scores over less are infinite
+        raise ValueError(f"--temperature {options.temperature}: must be 0 or a number of at least 1e-6")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed {options.seed}: must be at least 0 and below 2**32")
     if not 0 < options.top_p <= 1:
         raise ValueError(f"--top-p {options.top_p}: must be above 0 and at most 1")
     if options.top_p < 1 and not options.temperature:
         raise ValueError(f"--top-p {options.top_p}: has no effect at --temperature 0, which is greedy decoding")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # as bytes that are no UTF-8 arrive
+        raise ValueError(f"--prompt {ascii(prompt)}: is no text in UTF-8")
     model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
     if tokenizer is None:
         raise ValueError(f"MODEL {options.model}: holds no tokenizer")
