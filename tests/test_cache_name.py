@@ -1,6 +1,7 @@
 """A cache is `past_key_values` or `cache`, as the installed release of transformers says it; ours take both names."""
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -40,6 +41,19 @@ def test_an_injected_backbone_takes_both_names(kind, name):
     inject(model, OPEN_TNT)
     _, found, whole = parts(model.base_model, name, DynamicCache(config=model.config))
     torch.testing.assert_close(found, whole, atol=1e-10, rtol=0)
+
+
+def test_the_old_name_is_warned_of_where_the_library_warns():
+    model = tiny_model()
+    for part in (model, model.model):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            part(tokens(1, 3), cache=TNTCache(model.config))
+            assert not any("is deprecated" in str(x.message) for x in caught)
+            part(tokens(1, 3), past_key_values=TNTCache(model.config))
+        expected = f"`past_key_values` is deprecated for `{type(part).__name__}.forward`. Use `cache` instead."
+        found = [str(x.message) for x in caught if x.category is FutureWarning]
+        assert found == ([expected] if CACHE_NAME == "cache" else [])
 
 
 def test_two_names_at_once_are_refused():

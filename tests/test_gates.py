@@ -1,9 +1,11 @@
 """How memory joins attention: each `memory_gate` against its equation, on the layout before o_proj."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import tiny_config
+from tiny import tiny_config, tiny_model
 
 from tnt_hf.gate_tnt import TNTMemoryGate
 
@@ -57,3 +59,18 @@ def test_lmm_is_the_gated_memory_alone():
     gate = random_gate("add")
     m, x = torch.randn(2, 2, 5, HEADS * WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(gate(None, m, x), add(gate, 0, m, x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_scheduled_weight_begins_at_its_start_without_the_library():
+    assert TNTMemoryGate(tiny_config(memory_gate="mix", memory_gate_init=0.25)).weight == 0.25
+
+
+@pytest.mark.parametrize("fields", [*({"memory_gate": kind} for kind in EQUATIONS), {"memory_layers": []}], ids=str)
+def test_what_stays_in_float32_is_there(fields):
+    """Each pattern names a tensor of the model, and what they name keeps its width in half precision."""
+    model = tiny_model(**fields)
+    for part in (model, model.model):
+        kept = part._keep_in_fp32_modules_strict
+        assert bool(kept) == bool(model.config.memory_layers != [])
+        for pattern in kept:
+            assert any(re.search(rf"(?:^|\.){pattern}(?:\.|$)", name) for name in part.state_dict())

@@ -6,11 +6,13 @@ This file travels with every pushed checkpoint.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
 from typing import Any
 
+import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
@@ -33,7 +35,8 @@ def take_cache(arguments: dict[str, Any]) -> Any:
 
 def with_cache_name(function: Callable) -> Callable:
     """
-    A function that has an argument `cache`, which takes it as `past_key_values` as well and shows the library's name.
+    A method that has an argument `cache`, which takes it as `past_key_values` as well and shows the library's name.
+    Where that is `cache`, the other is warned of, as in the library.
 
     Raises:
         ValueError: when called with both.
@@ -43,6 +46,10 @@ def with_cache_name(function: Callable) -> Callable:
     def named(*args: Any, **kwargs: Any) -> Any:
         if "past_key_values" in kwargs:
             kwargs["cache"] = take_cache(kwargs)
+            if CACHE_NAME == "cache" and not torch.compiler.is_compiling():
+                where = f"{type(args[0]).__name__}.{function.__name__}"
+                message = f"`past_key_values` is deprecated for `{where}`. Use `cache` instead."
+                warnings.warn(message, FutureWarning, stacklevel=2)
         return function(*args, **kwargs)
 
     signature = inspect.signature(function)

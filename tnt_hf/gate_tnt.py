@@ -110,9 +110,8 @@ class TNTMemoryGate(TNTMixingWeight):
         elif self.kind == "published":
             self.norm = TNTRMSNorm(config.head_dim, eps=config.rms_norm_eps)
         else:
-            self.weight = nn.Buffer(
-                torch.empty((), dtype=dtype)
-            )  # scheduled by the training recipe and saved with the model
+            # scheduled by the training recipe and saved with the model
+            self.weight = nn.Buffer(torch.full((), float(self.start), dtype=dtype))
             self.is_memory_as_gate = True
 
     def forward(self, attn: Tensor | None, memory: Tensor, hidden_states: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ a prompt is split over calls do not change a number. Base tensors carry Llama's 
 under `model.layers.N.memory` (branch_tnt).
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -404,6 +405,13 @@ class TNTPreTrainedModel(PreTrainedModel):
 
     def post_init(self):
         super().post_init()
+        # the library asks that each pattern names a tensor of the model
+        names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
+        self._keep_in_fp32_modules_strict = {
+            pattern
+            for pattern in self._keep_in_fp32_modules_strict
+            if any(re.search(rf"(?:^|\.){pattern}(?:\.|$)", name) for name in names)
+        }
         if getattr(self.config, "quantization_config", None) is not None:
             self._keep_in_fp32_modules.add(UNQUANTIZED)  # what the library's quantizers leave alone
 

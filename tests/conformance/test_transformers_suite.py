@@ -14,11 +14,13 @@ from unittest import mock
 import pytest
 import torch
 from tiny import TINY
+from transformers import cache_utils
 from transformers.cache_utils import Cache, StaticCache
 from transformers.models.auto import get_values
 from transformers.models.auto import modeling_auto as auto
 
-from tnt_hf import TNTConfig, TNTForCausalLM, TNTModel
+from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM, TNTModel
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.costs_tnt import memory_state_shapes
 from tnt_hf.modeling_tnt import TNTForQuestionAnswering, TNTForSequenceClassification, TNTForTokenClassification
 
@@ -129,15 +131,15 @@ class TNTCacheChecks:
                 # The dynamic layer keeps the W - 1 keys that the next query can still see.
                 length = min(length, config.sliding_window - (0 if static else 1))
             expected = (batch_size, config.num_key_value_heads, length, config.head_dim)
-            if config.variant == "lmm":
+            if config.variant == "lmm" and kind.startswith("hybrid"):
                 expected = (batch_size, 1, length, 0)  # no attention: keys of no width count the positions
             self.assertEqual(tuple(layer.keys.shape), expected)
             self.assertEqual(tuple(layer.values.shape), expected)
             if kind.startswith("hybrid"):
-                states = [("conv", layer.conv_states[0])]
-                states += [("memory", layer.recurrent_states[j]) for j in range(config.number_of_conv_states)]
-                self.assertEqual([tuple(s.shape[1:]) for _, s in states], [shape for _, shape in shapes])
-                self.assertTrue(all(s.shape[0] == batch_size for _, s in states))
+                states = [layer.conv_states[0]] if config.memory_conv_kernel > 1 else []
+                states += [layer.recurrent_states[j] for j in range(config.number_of_conv_states)]
+                self.assertEqual([tuple(s.shape[1:]) for s in states], [shape for _, shape in shapes])
+                self.assertTrue(all(s.shape[0] == batch_size for s in states))
 
     def _check_caches_are_equal(self, cache1, cache2):
         self.assertEqual(len(cache1.layers), len(cache2.layers))
@@ -145,13 +147,14 @@ class TNTCacheChecks:
             self.assertIs(type(one), type(other))
             torch.testing.assert_close(one.keys, other.keys)
             torch.testing.assert_close(one.values, other.values)
-            for states, others in (
-                (one.conv_states, other.conv_states),
-                (one.recurrent_states, other.recurrent_states),
-            ):
+            for name in ("conv_states", "recurrent_states"):  # which layers without a memory do not have
+                states, others = getattr(one, name, {}), getattr(other, name, {})
                 self.assertEqual(states.keys(), others.keys())
                 for j in states:
-                    torch.testing.assert_close(states[j], others[j])
+                    if states[j] is None:
+                        self.assertIsNone(others[j])
+                    else:
+                        torch.testing.assert_close(states[j], others[j])
 
     def _check_attentions_for_generate(
         self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values
@@ -160,8 +163,12 @@ class TNTCacheChecks:
         self.assertEqual(len(attentions), output_length - prompt_length)
         for step, layers in enumerate(attentions):
             queries = 1 if cache is not None and step > 0 else prompt_length + step
-            self.assertEqual(len(layers), 0 if config.variant == "lmm" else config.num_hidden_layers)
-            for i, (attention, kind) in enumerate(zip(layers, config.layer_types)):
+            attend = [
+                i for i, kind in enumerate(config.layer_types) if config.variant != "lmm" or "hybrid" not in kind
+            ]
+            self.assertEqual(len(layers), len(attend))
+            for i, attention in zip(attend, layers):
+                kind = config.layer_types[i]
                 keys = prompt_length + step
                 if "sliding" in kind and cache is not None and step > 0:
                     keys = min(keys, config.sliding_window)
@@ -207,6 +214,13 @@ class TNTModelTest(
 
     def test_config(self):
         self.config_tester.run_common_tests()
+
+    def test_bc_cache_name_forward(self):
+        """The mixin's, which knows the library's own class of caches only."""
+        if CACHE_NAME != "cache":
+            self.skipTest("new in transformers 5.24")
+        with mock.patch.object(cache_utils, "DynamicCache", TNTCache):
+            super().test_bc_cache_name_forward()
 
     # The mixin skips packing for every stateful model, because most leak state between documents. TNT does not.
     def test_eager_padding_matches_padding_free_with_position_ids(self):
