@@ -101,6 +101,7 @@ ARROWS = {
         "native_build_tnt",
         "precision_tnt",
         "state_tnt",
+        "unit_tnt",
     },
     "native_tnt": {"coefficients_tnt", "derivative_tnt", "native_build_tnt", "plan_tnt"},
     "kernels_state_tnt": {"kernels_parts_tnt"},

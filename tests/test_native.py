@@ -186,13 +186,16 @@ def elsewhere(cache: Path, first: str = "", **environment) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "foreign"])
 def test_without_a_compiler_it_is_torch_and_says_so_once(tmp_path, compiler):
     (tmp_path / "bin").mkdir()  # where no `cc` is either
     (tmp_path / "bin" / "false").symlink_to("/bin/false")
+    foreign = tmp_path / "bin" / "foreign"  # whose message is no UTF-8
+    foreign.write_text("#!/bin/sh\nprintf 'r\\351pertoire introuvable\\n' >&2; exit 1\n")
+    foreign.chmod(0o755)
     told = elsewhere(tmp_path / "cache", CC=compiler, PATH=str(tmp_path / "bin"))
     assert told.count("implementation='auto' runs 'chunk' on the CPU: ") == 1 and "same True" in told
-    assert ("no C compiler was found" if compiler != "false" else "the C compiler failed") in told
+    assert ("no C compiler was found" if compiler == "no-such-compiler" else "the C compiler failed") in told
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 

@@ -7,8 +7,12 @@ import io
 import pytest
 import torch
 from tiny import MODES, left_padded, tiny_model, tokens
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
 
 from tnt_hf import native_step_tnt
+from tnt_hf.gate_tnt import TNTGateLinear, TNTRMSNorm
 from tnt_hf.native_build_tnt import unavailable
 from tnt_hf.native_step_tnt import NativeStep, native_parameters
 from tnt_hf.state_tnt import LayerState, StateLayout
@@ -180,16 +184,109 @@ def hook_the_norm(model):
     model.model.layers[0].memory.norm.register_forward_hook(lambda module, args, y: 2 * y)
 
 
-@pytest.mark.parametrize("around", [hook, hook_the_norm, patch])
+class Half(nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+def parametrize_gain(model):
+    parametrize.register_parametrization(model.model.layers[0].memory.memories[0], "norm_weight", Half())
+
+
+def parametrize_bias(model):
+    parametrize.register_parametrization(model.model.layers[0].memory.memories[0], "norm_bias", Half())
+
+
+class Around(nn.Module):
+    """As peft puts one around what it trains as a whole."""
+
+    def __init__(self, unit):
+        super().__init__()
+        self.unit = unit
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == "unit" else getattr(self.unit, name)
+
+    def forward(self, *args, **kwargs):
+        o, *rest = self.unit(*args, **kwargs)
+        return 2 * o, *rest
+
+
+def wrap(model):
+    memories = model.model.layers[0].memory.memories
+    memories[0] = Around(memories[0])
+
+
+AROUND = [hook, hook_the_norm, patch, parametrize_gain, parametrize_bias, wrap]
+
+
+@pytest.mark.parametrize("around", AROUND)
 def test_what_is_put_around_a_module_takes_effect(calls, around):
     """In that layer torch computes the token; in the other one C does."""
-    model, plain = awake(tiny_model()), decode(awake(tiny_model()), "native")
+    model, plain = (awake(tiny_model(memory_layernorm=True)) for _ in range(2))
+    plain = decode(plain, "native")
     del calls[:]
     around(model)
     got, want = decode(model, "native"), decode(model, "chunk")
     assert len(calls) == STEPS
     assert_same(got, want)
     assert (got[0] - plain[0]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("kind", [TNTGateLinear, TNTRMSNorm])
+@pytest.mark.parametrize("how", ["hook of all modules", "another forward of the class"])
+def test_what_is_put_around_a_class_takes_effect(calls, monkeypatch, kind, how):
+    model = awake(tiny_model())
+    plain, forward = decode(model, "native"), kind.forward
+    del calls[:]
+    if how == "another forward of the class":
+        monkeypatch.setattr(kind, "forward", lambda self, x: forward(self, x) + 1)
+        got, want = decode(model, "native"), decode(model, "chunk")
+    else:
+        with register_module_forward_hook(lambda module, args, y: y + 1 if type(module) is kind else None):
+            got, want = decode(model, "native"), decode(model, "chunk")
+    assert not calls and (got[0] - plain[0]).abs().max() > 1e-6
+    assert_same(got, want)
+
+
+def test_parameters_lie_as_they_like(calls):
+    """Columns of a matrix, as `load_state_dict(assign=True)` may leave them, and one number for all channels."""
+    model = awake(tiny_model())
+    first, second = (layer.memory.norm.weight for layer in model.model.layers)
+    first.data = torch.stack([first.data, 3 * first.data], 1)[:, 0]
+    second.data = second.data[:1].expand(len(second))
+    assert_same(decode(model, "native"), decode(model, "chunk"))
+    assert len(calls) == 2 * STEPS
+
+
+@torch.no_grad()
+def test_another_thread_may_decode_other_rows_meanwhile(monkeypatch):
+    """Exactly between the question whether the last token's call fits and that call."""
+    model, fits = awake(tiny_model()), NativeStep.fits
+    few, many = tokens(1, 10), tokens(4, 10)
+    want, other = model(few).logits[:, 9:], model(many[:, :9]).past_key_values
+    cache = model(few[:, :8]).past_key_values
+    model(few[:, 8:9], past_key_values=cache)
+
+    def meanwhile(self, *args):
+        found = fits(self, *args)
+        monkeypatch.setattr(NativeStep, "fits", fits)
+        model(many[:, 9:], past_key_values=other)
+        return found
+
+    monkeypatch.setattr(NativeStep, "fits", meanwhile)
+    assert_same([model(few[:, 9:], past_key_values=cache).logits], [want])
+
+
+@torch.no_grad()
+def test_a_model_may_change_its_precision_between_two_tokens():
+    model, ids = awake(tiny_model(torch.float32)), tokens(2, 9)
+    want = model(ids).logits[:, 7:]
+    for dtype, close in ((torch.float64, 1e-4), (torch.bfloat16, 0.3)):  # of float32; of bfloat16, 2^-8 of some units
+        cache = model.float()(ids[:, :7]).past_key_values
+        got = [model.to(dtype)(ids[:, t : t + 1], past_key_values=cache).logits for t in (7, 8)]
+        assert got[1].dtype == dtype
+        torch.testing.assert_close(torch.cat(got, 1).float(), want, rtol=0, atol=close)
 
 
 def test_a_hook_on_a_convolution_takes_effect(calls):

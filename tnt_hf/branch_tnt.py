@@ -180,6 +180,8 @@ class TNTMemory(nn.Module):
             return False
         for i in range(len(state.memories)):
             unit = self.memories._modules[str(i)]
+            if not isinstance(unit, TNTMemoryUnit):  # something around it, which is called for one token, too
+                return False
             for module in (unit, unit._modules["weights"]):
                 if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
                     return False
@@ -202,10 +204,11 @@ class TNTMemory(nn.Module):
             shared = [x]
         if native:
             whole = len(shared) == 1
-            if self.native_step is None or not self.native_step.fits(layout, B, whole):
-                self.native_step = NativeStep(self, layout, B, whole)
+            step = self.native_step  # another thread may put one of other rows there
+            if step is None or not step.fits(self, layout, B, whole):
+                step = self.native_step = NativeStep(self, layout, B, whole)
             x, tokens = cast(hidden_states[:, 0], dtype), [cast(x, dtype) for x in shared]
-            o, surprise = self.native_step(self, native, x, tokens, state, here, output_surprise)
+            o, surprise = step(self, native, x, tokens, state, here, output_surprise)
             surprise = None if surprise is None else surprise.mean(1, keepdim=True)
             return cast(o.view(B, 1, -1), hidden_states.dtype), surprise
         clock = Clock.of(state.time, here) if clock is None else clock

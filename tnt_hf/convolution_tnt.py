@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from .derivative_tnt import transformed
 from .grid_tnt import document_starts, made_once
@@ -78,6 +79,8 @@ class TNTCausalConv(nn.Conv1d):
         if plain and window.is_cpu and window.dim() == 3 and not unusual:
             return _Taps.apply(window.transpose(1, 2), self.weight).transpose(1, 2)
         return super().forward(window)
+
+    own_forward = forward  # what C and Triton compute in its place, see `is_plain`
 
 
 def convolve(
@@ -195,7 +198,9 @@ def is_one_product(conv: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether `module` is of `kind` alone, with nothing put around its forward."""
-    return type(module) is kind and not (
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    """Whether `module` is of `kind` alone, with nothing put around or in the place of its forward."""
+    if type(module) is not kind or kind.forward is not kind.own_forward or "forward" in vars(module):
+        return False
+    return not (
+        module._forward_hooks or module._forward_pre_hooks or _global_forward_hooks or _global_forward_pre_hooks
     )

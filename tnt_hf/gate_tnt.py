@@ -65,6 +65,8 @@ class TNTRMSNorm(nn.Module):
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         return weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon)).to(dtype)
 
+    own_forward = forward  # what C and Triton compute in its place, see `is_plain`
+
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
@@ -81,6 +83,8 @@ class TNTGateLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = fused_linear(x, self)
         return super().forward(x) if y is None else y
+
+    own_forward = forward  # what C and Triton compute in its place, see `is_plain`
 
 
 class TNTMixingWeight(nn.Module):

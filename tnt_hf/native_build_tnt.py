@@ -201,7 +201,7 @@ def _is_whole(place: Path) -> bool:
 
 def _run(*command) -> None:
     try:
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, errors="replace", timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the C compiler failed: {error}") from None
     if done.returncode:

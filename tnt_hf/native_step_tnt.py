@@ -19,6 +19,7 @@ from .gate_tnt import TNTGateLinear, TNTRMSNorm
 from .native_build_tnt import library, runs_native
 from .precision_tnt import cast
 from .state_tnt import LayerState, StateLayout
+from .unit_tnt import TNTMemoryUnit
 
 
 WORK = 1 << 16  # weights that are worth another thread
@@ -44,6 +45,8 @@ def native_parameters(memory: nn.Module, field: str, value: str, tensors: list[T
         return None
     found = []
     for unit in memory.memories._modules.values():
+        if type(unit) is not TNTMemoryUnit:
+            return None
         modules, own = unit._modules, unit._parameters  # what a module has is slow to ask it for
         each = []
         for name in GATES:
@@ -70,7 +73,8 @@ class NativeStep:
     """
 
     def __init__(self, memory: nn.Module, layout: StateLayout, rows: int, whole: bool):
-        self.layout, self.rows, self.whole, self.threads = layout, rows, whole, torch.get_num_threads()
+        self.rows, self.threads = rows, torch.get_num_threads()
+        self.whole, self.built_for = whole, (layout, rows, whole, self.threads, *memory.options.values())
         D, (Q, K, V), units = memory.head_dim, memory.channels, list(memory.memories)
         init, net, intervals = units[0].initial(), memory.net, layout.intervals
         H, L = K // D, len(init)
@@ -87,10 +91,10 @@ class NativeStep:
             numbers += [spec.chunk_size, spec.reset_interval or 0, spec.read == "current", which]
         self.numbers = array("q", map(int, numbers))
 
-    def fits(self, layout: StateLayout, rows: int, whole: bool) -> bool:
+    def fits(self, memory: nn.Module, layout: StateLayout, rows: int, whole: bool) -> bool:
         """Whether another token is the same call."""
-        same = self.layout is layout and (self.rows, self.whole) == (rows, whole)
-        return same and self.threads == torch.get_num_threads()
+        asked = layout, rows, whole, torch.get_num_threads(), *memory.options.values()
+        return self.built_for[0] is layout and self.built_for[1:] == asked[1:]
 
     def __call__(self, memory, parameters, x: Tensor, parts: list[Tensor], state: LayerState, present, surprise: bool):
         """
@@ -103,9 +107,11 @@ class NativeStep:
             m `[B, n, D]`, and if `surprise` the mean inner loss `[B, H]` before the write; 0 where no token is.
 
         Raises:
-            ValueError: a tensor of `state` has not the dtype and size that the code writes to.
+            ValueError: x has not `rows` rows, or a tensor of `state` not the dtype and size that the code writes to.
             MemoryError: there was no room for a thread to work in.
         """
+        if len(x) != self.rows:
+            raise ValueError(f"x must have {self.rows} rows, got {len(x)}")
         x, parts = x.contiguous(), [y.contiguous() for y in parts]
         given = present if present is None else present.contiguous()
         B, D, (Q, K, V), M = len(x), memory.head_dim, memory.channels, list(state.projections.values())
@@ -117,7 +123,7 @@ class NativeStep:
         _check(M, x.dtype, B * K // D * parameters[0][LAYERS].shape[1] ** 2)
         _check([state.time], torch.int64, B)
         # what is made here lives until the call is over
-        norm = None if memory.norm is None else cast(memory.norm.weight, x.dtype)
+        norm = None if memory.norm is None else cast(memory.norm.weight, x.dtype).contiguous()
         tensors = [*(convs or [None] * 3), state.conv if convs else None, state.time, given, norm, o, losses, *M]
         for each, own in zip(parameters, state.memories):
             tensors += each[:LAYERS]

@@ -185,6 +185,8 @@ def project_queries(
     dtype = torch.promote_types(q.dtype, torch.float32)
     sizes = dtype, q.shape[3], q.dtype, q.shape[2] // k.shape[2]
     how = choose("implementation", implementation, q.device, unsupported_projection, *sizes)
+    if initial_state is not None:
+        initial_state = initial_state[0].to(dtype), initial_state[1]
     rest = dtype, reset_interval, normalize, mask, segment_ids, initial_state, output_final_state
     with full_precision(q.device):
         if q.shape[1] == 1 and initial_state is not None and segment_ids is None:
