@@ -371,12 +371,12 @@ def _run_grid(grid, rows, k, v, scalars, whole, H, G, init, net, options, state,
 
         o, loss, *final = triton_scan(plan, rows, k, v, (theta, mu, keep, present), ln, target, xi, W, S)
     else:
-        coef = chunk_coefficients(theta, mu, keep, present, plan.current)
         if options["native"]:
             from .native_tnt import native_scan
 
-            o, loss, *final = native_scan(plan, rows, k, v, coef, ln, target, xi, W, S)
+            o, loss, *final = native_scan(plan, rows, k, v, (theta, mu, keep, present), ln, target, xi, W, S)
         else:
+            coef = chunk_coefficients(theta, mu, keep, present, plan.current)
             o, loss, *final = _scan_torch(plan, rows, v, coef, ln, target, xi, W, S)
         if plan.quadratic:
             final = [y and [ring.leave(y[0]), *y[1:]] for y in final]

@@ -24,10 +24,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .native_chunk_tnt import SOURCE as CHUNK
 from .native_forward_tnt import SOURCE as FORWARD
 from .native_products_tnt import SOURCE as PRODUCTS
 from .native_programs_tnt import SOURCE as PROGRAMS
 from .native_reverse_tnt import SOURCE as REVERSE
+from .native_scalars_tnt import SOURCE as SCALARS
 from .native_token_tnt import SOURCE as TOKEN
 
 
@@ -35,15 +37,16 @@ BYTES = {torch.float32: 4, torch.float64: 8}
 MAX_LAYERS = 8
 # Addresses that the code is given, in this order, and those of which there is one per layer.
 TENSORS = (
-    "COUNTS STARTS FULL SLOTS QUERY KEY VALUE THETA PAIRS KEEP CARRY S_WRITES S_CARRY GAIN BIAS O LOSS "
-    "D_O D_QUERY D_KEY D_VALUE D_THETA D_PAIRS D_KEEP D_CARRY D_S_WRITES D_S_CARRY D_GAIN D_BIAS"
+    "COUNTS STARTS FULL SLOTS HERE QUERY KEY VALUE THETA MU KEEP GAIN BIAS O LOSS "
+    "D_O D_QUERY D_KEY D_VALUE D_THETA D_MU D_KEEP D_GAIN D_BIAS"
 ).split()
 LAYERS = (
     "W XI S TARGET W_END XI_END S_END Z_KEY Z_READ GRAD_ACT KEPT_W KEPT_S "
     "D_W_END D_XI_END D_S_END D_W D_XI D_S D_TARGET"
 ).split()
 PLACES = f"enum {{ {', '.join(TENSORS)}, FIXED }};\nenum {{ {', '.join(f'{x}_' for x in LAYERS)} }};\n"
-SOURCE = "\n".join((PRODUCTS, PLACES, f"#define MAX_LAYERS {MAX_LAYERS}", FORWARD, REVERSE, PROGRAMS, TOKEN))
+SOURCE = (PRODUCTS, SCALARS, PLACES, f"#define MAX_LAYERS {MAX_LAYERS}", CHUNK, FORWARD, REVERSE, PROGRAMS, TOKEN)
+SOURCE = "\n".join(SOURCE)
 # -ffast-math is not among them: sums keep their order, nan and inf their meaning.
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 PROCESSOR = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}

@@ -15,7 +15,7 @@ static void backward_program(const Job *job, I p, Backward *b) {
     I C = s->C, R = job->R, L = s->L;
     const I *counts = job->t[COUNTS], *starts = job->t[STARTS];
     const int8_t *full = job->t[FULL];
-    int momentum = TENSOR(S_CARRY) != 0, live = LAYER(D_W_END_, 0) != 0;
+    int momentum = TENSOR(MU) != 0, live = LAYER(D_W_END_, 0) != 0;
     I chunks = 0;
     while (chunks < s->steps && counts[chunks] > p) chunks++;
     real *d_W[MAX_LAYERS], *d_S[MAX_LAYERS];
@@ -39,7 +39,7 @@ static void backward_program(const Job *job, I p, Backward *b) {
             }
             rebuild(job, p, starts[j] + p, &b->inner[q]);
             if (j + 1 < j1)
-                write_chunk(job, p, starts[j] + p, &b->inner[q], b->W[q], momentum ? b->S[q] : 0, b->W[q + 1],
+                write_chunk(job, p, &b->inner[q], b->W[q], momentum ? b->S[q] : 0, b->W[q + 1],
                             b->S[q + 1], b->scaled);
         }
         for (I j = j1 - 1; j >= j0; j--) {
@@ -56,9 +56,10 @@ static void backward_program(const Job *job, I p, Backward *b) {
                 memset(b->d_delta[i], 0, C * k * sizeof(real));
             }
             if (s->current) memset(b->d_pairs, 0, R * job->ldp * sizeof(real));
-            EACH(t, C) b->d_writes[t] = b->d_s_writes[t] = b->d_keep[t] = b->d_carry[t] = 0;
-            if (!last || live) through_end(job, p, n, x, W, S, d_W, d_S, b);
-            if (s->current) read_weights(job, n, x, b->pairs);
+            EACH(t, C) b->d_writes[t] = b->d_s_writes[t] = b->d_A[t] = b->d_D[t] = 0;
+            EACH(e, 3) b->d_ends[e] = 0;
+            if (!last || live) through_end(job, p, x, W, S, d_W, d_S, b);
+            if (s->current) read_weights(job, n, x, &b->rows, b->pairs);
             EACH(i, L)
                 transpose(s->width[i], s->width[i + 1], (s->current ? W : start)[i], b->turned_W[i], s->width[i]);
             through_reads(job, p, n, x, S, d_S, b);

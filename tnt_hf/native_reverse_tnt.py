@@ -15,7 +15,8 @@ typedef struct {
     real *turned_W[MAX_LAYERS], *turned, *pairs, *p, *g, *d_pairs, *d_y, *r, *more, *scaled, *h, *inverse;
     real *q, *d_o, *d_q, *d_k, *d_error;
     real *d_tokens, *dots; /* of q and k, past their products */
-    real *d_writes, *d_s_writes, *d_keep, *d_carry;
+    Rows rows;
+    real *d_writes, *d_s_writes, *d_A, *d_D, *d_c, *d_N, d_ends[3];
 } Backward;
 
 static I room_backward(const Job *job, Backward *b, real *arena) {
@@ -31,7 +32,7 @@ static I room_backward(const Job *job, Backward *b, real *arena) {
         room_inner(job, x, &arena);
         EACH(i, L) {
             I size = s->width[i] * s->width[i + 1];
-            real *w = q ? take(&arena, size) : 0, *m = q && TENSOR(S_CARRY) ? take(&arena, size) : 0;
+            real *w = q ? take(&arena, size) : 0, *m = q && TENSOR(MU) ? take(&arena, size) : 0;
             if (real_room) b->W[q][i] = w, b->S[q][i] = m;
         }
     }
@@ -65,8 +66,11 @@ static I room_backward(const Job *job, Backward *b, real *arena) {
     b->dots = take(&arena, s->quadratic ? pairs : 0);
     b->d_writes = take(&arena, C);
     b->d_s_writes = take(&arena, C);
-    b->d_keep = take(&arena, C);
-    b->d_carry = take(&arena, C);
+    room_rows(job, &b->rows, &arena);
+    b->d_A = take(&arena, C);
+    b->d_D = take(&arena, C);
+    b->d_c = take(&arena, s->current && mixes(job) ? C * C : 0);
+    b->d_N = take(&arena, C);
     return arena - begin;
 }
 
@@ -105,36 +109,30 @@ static void through_writes(const Job *job, I i, const real *d, const Inner *x, c
 }
 
 /* The state behind the chunk. d_W, d_S: its gradient, which becomes that of the state before it (but for the rest) */
-static void through_end(const Job *job, I p, I n, const Inner *x, real *const *W, real *const *S, real *const *d_W,
+static void through_end(const Job *job, I p, const Inner *x, real *const *W, real *const *S, real *const *d_W,
                         real *const *d_S, Backward *b) {
     const Shape *s = job->s;
-    I C = s->C, rows = s->current ? C : 1, last = n * rows + rows - 1;
-    const real *keep = TENSOR(KEEP), *carry = TENSOR(CARRY);
-    real A = keep ? keep[last] : 1, d_A = 0, d_D = 0, d_M = 0;
+    real A = x->ends[0], D = x->ends[1], M = x->ends[2];
     EACH(i, s->L) {
         I size = s->width[i] * s->width[i + 1];
         real *d = d_W[i];
         const real *target = LAYER(TARGET_, i);
         through_writes(job, i, d, x, x->writes, b->d_writes, b);
         if (S) {
-            real M = TENSOR(S_CARRY)[n], D = carry[last];
             through_writes(job, i, d_S[i], x, x->s_writes, b->d_s_writes, b);
-            d_D += dot(size, d, S[i]);
-            d_M += dot(size, d_S[i], S[i]);
+            b->d_ends[1] += dot(size, d, S[i]);
+            b->d_ends[2] += dot(size, d_S[i], S[i]);
             EACH(e, size) d_S[i][e] = M * d_S[i][e] + D * d[e];
         }
-        if (!keep) continue;
+        if (!TENSOR(KEEP)) continue;
         if (target) {
             real *d_target = LAYER(D_TARGET_, i) + p * size, rest = 1 - A;
-            d_A += dot_difference(size, d, W[i], target + p * size);
+            b->d_ends[0] += dot_difference(size, d, W[i], target + p * size);
             EACH(e, size) d_target[e] += rest * d[e];
         } else
-            d_A += dot(size, d, W[i]);
+            b->d_ends[0] += dot(size, d, W[i]);
         EACH(e, size) d[e] *= A;
     }
-    b->d_keep[rows - 1] += d_A;
-    b->d_carry[rows - 1] += d_D;
-    if (S) TENSOR(D_S_CARRY)[n] = d_M;
 }
 
 /* d of q or k (`rows` tokens x) from the gradient of what the network sees of them; so_far: what went past it */
@@ -153,7 +151,7 @@ static void token_gradient(const Job *job, I rows, const real *grad, const real 
 static void through_reads(const Job *job, I p, I n, const Inner *x, real *const *S, real *const *d_S, Backward *b) {
     const Shape *s = job->s;
     I C = s->C, G = s->groups, R = job->R, L = s->L, D = s->tokens, V = s->width[L], ldp = job->ldp;
-    const real *keep = s->current ? TENSOR(KEEP) : 0, *carry = TENSOR(CARRY), *d_o = b->d_o;
+    const real *keep = s->current && TENSOR(KEEP) ? b->rows.A : 0, *carry = b->rows.D, *d_o = b->d_o;
     real *q = s->quadratic ? b->q : b->left[0];
     gather(job, n, G * V, TENSOR(D_O), b->d_o);
     gather(job, n, G * D, TENSOR(QUERY), q);
@@ -180,14 +178,14 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
         const real *in = b->left[i], *target = LAYER(TARGET_, i);
         product(R, m, k, b->d_y, k, 1, b->turned_W[i], m, b->r, m, 1, 0);
         memcpy(b->right[i], b->d_y, R * k * sizeof(real));
-        if (keep) EACH(r, R) EACH(e, k) b->right[i][r * k + e] *= keep[n * C + r / s->groups];
+        if (keep) EACH(r, R) EACH(e, k) b->right[i][r * k + e] *= keep[r / s->groups];
         if (keep && target) {
             transpose(m, k, target + p * size, b->turned, m);
             product(R, m, k, b->d_y, k, 1, b->turned, m, b->more, m, 1, 0);
             EACH(r, R) {
                 I t = r / s->groups;
-                real A = keep[n * C + t], *of_W = b->r + r * m, *of_target = b->more + r * m;
-                b->d_keep[t] += dot_difference(m, in + r * m, of_W, of_target);
+                real A = keep[t], *of_W = b->r + r * m, *of_target = b->more + r * m;
+                b->d_A[t] += dot_difference(m, in + r * m, of_W, of_target);
                 EACH(e, m) of_W[e] = of_target[e] + A * (of_W[e] - of_target[e]);
                 EACH(e, k) b->scaled[r * k + e] = (1 - A) * b->d_y[r * k + e];
             }
@@ -195,15 +193,15 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
         } else if (keep)
             EACH(r, R) {
                 I t = r / s->groups;
-                b->d_keep[t] += dot(m, in + r * m, b->r + r * m);
-                EACH(e, m) b->r[r * m + e] *= keep[n * C + t];
+                b->d_A[t] += dot(m, in + r * m, b->r + r * m);
+                EACH(e, m) b->r[r * m + e] *= keep[t];
             }
         if (s->current && S) {
             transpose(m, k, S[i], b->turned, m);
             product(R, m, k, b->d_y, k, 1, b->turned, m, b->more, m, 1, 0);
             EACH(r, R) {
-                real D = carry[n * C + r / s->groups];
-                b->d_carry[r / s->groups] += dot(m, in + r * m, b->more + r * m);
+                real D = carry[r / s->groups];
+                b->d_D[r / s->groups] += dot(m, in + r * m, b->more + r * m);
                 EACH(e, m) b->r[r * m + e] += D * b->more[r * m + e];
                 EACH(e, k) b->scaled[r * k + e] = D * b->d_y[r * k + e];
             }
@@ -322,21 +320,24 @@ static void through_inner(const Job *job, I p, I n, const Inner *x, real *const 
 /* What the chunk's scalars get. */
 static void scalar_gradients(const Job *job, I n, const Inner *x, Backward *b) {
     const Shape *s = job->s;
-    I C = s->C, rows = s->current ? C : 1, ldp = job->ldp;
-    real *d_theta = TENSOR(D_THETA) + n * C, *d_pairs = TENSOR(D_PAIRS);
-    if (d_pairs) {
-        d_pairs += n * rows * C;
-        if (s->current) EACH(r, job->R) EACH(i, r / s->groups + 1)
-            d_pairs[r / s->groups * C + i] += b->d_pairs[r * ldp + i] * x->shrink[i];
-        EACH(i, C) d_pairs[(rows - 1) * C + i] += b->d_writes[i] * x->shrink[i];
-    } else {
+    I C = s->C, ldp = job->ldp;
+    real *d_theta = TENSOR(D_THETA) + n * C;
+    if (!mixes(job)) {
         if (s->current) EACH(r, job->R) EACH(i, r / s->groups + 1) b->d_writes[i] += b->d_pairs[r * ldp + i];
         EACH(i, C) d_theta[i] = b->d_writes[i] * x->shrink[i];
+        return;
     }
-    EACH(t, rows) {
-        if (TENSOR(D_KEEP)) TENSOR(D_KEEP)[n * rows + t] = b->d_keep[t];
-        if (TENSOR(D_CARRY)) TENSOR(D_CARRY)[n * rows + t] = b->d_carry[t];
+    Scalars g = scalars_of(job, n);
+    real *d_mu = g.mu ? TENSOR(D_MU) + n * C : 0, *d_keep = g.keep ? TENSOR(D_KEEP) + n * C : 0;
+    EACH(i, C) {
+        b->d_writes[i] *= x->shrink[i];
+        b->d_s_writes[i] *= x->shrink[i];
     }
-    if (TENSOR(D_S_WRITES)) EACH(i, C) TENSOR(D_S_WRITES)[n * C + i] = b->d_s_writes[i] * x->shrink[i];
+    through_last_row(C, &g, x->reach, x->later, x->kept, b->d_writes, b->d_s_writes, b->d_ends, d_theta, d_mu, d_keep);
+    if (!s->current) return;
+    memset(b->d_c, 0, C * C * sizeof(real));
+    EACH(r, job->R) EACH(i, r / s->groups + 1)
+        b->d_c[r / s->groups * C + i] += b->d_pairs[r * ldp + i] * x->shrink[i];
+    through_all_rows(C, &g, &b->rows, b->d_c, b->d_A, b->d_D, b->d_N, d_theta, d_mu, d_keep);
 }
 """

@@ -15,7 +15,6 @@ import math
 import torch
 from torch import Tensor
 
-from .coefficients_tnt import Coef
 from .derivative_tnt import once_differentiable
 from .native_build_tnt import LAYERS, TENSORS, library
 from .plan_tnt import Plan, keeps_all
@@ -26,12 +25,14 @@ STATES = ("W", "XI", "S", "TARGET")
 TAPE = ("Z_KEY", "Z_READ", "GRAD_ACT", "KEPT_W", "KEPT_S")
 
 
-def native_scan(plan: Plan, q, k, v, coef: Coef, ln, target, xi, W, S):
-    """`scan_tnt.scan` of the same arguments, which autograd can follow. With `plan.slots` q, k, v and o are those of
+def native_scan(plan: Plan, q, k, v, scalars, ln, target, xi, W, S):
+    """`scan_tnt.scan`, which autograd can follow. scalars: theta, mu, 1 - alpha and `present`, those of
+    `chunk_coefficients`, `[N, C]`. With `plan.slots` q, k, v and o are those of
     the batch, `[B, T, heads, D]`, else of the chunks, `[N, C G, K]`, `[N, C, K]`, `[N, C, V]` and `[N, C G, V]`."""
     none = [None] * len(W)
     states = (*W, *(xi or none), *(S or none), *(target or none))
-    o, loss, *ends = NativeScan.apply(plan, len(W), q, k, v, *coef, *(ln or (None, None)), *states)
+    *gates, present = scalars
+    o, loss, *ends = NativeScan.apply(plan, len(W), present, q, k, v, *gates, *(ln or (None, None)), *states)
     kinds = (ends[i * len(W) : (i + 1) * len(W)] for i in range(3))
     return o, loss, *(None if x[0] is None else list(x) for x in kinds)
 
@@ -40,10 +41,10 @@ class NativeScan(torch.autograd.Function):
     """What `ChunkScan` keeps, it keeps: O(1) per token, and O(sqrt(steps)) states, or all where they are small."""
 
     @staticmethod
-    def forward(ctx, plan, depth, q, k, v, theta, c, A, D, s_end, m_end, gain, bias, *states):
-        inputs = (*_index(plan), plan.slots, q, k, v, theta, c, A, D, s_end, m_end, gain, bias)
+    def forward(ctx, plan, depth, present, q, k, v, theta, mu, keep, gain, bias, *states):
+        inputs = (*_index(plan), plan.slots, present, q, k, v, theta, mu, keep, gain, bias)
         inputs, states = ([None if x is None else x.contiguous() for x in y] for y in (inputs, states))
-        W, P, momentum = states[:depth], plan.counts[0], s_end is not None
+        W, P, momentum = states[:depth], plan.counts[0], mu is not None
         tape, stride = dict.fromkeys(TAPE, [None] * depth), 0
         if any(ctx.needs_input_grad):
             tape, stride = _blank_tape(plan, theta, W, gain is not None, momentum)
@@ -76,14 +77,14 @@ class NativeScan(torch.autograd.Function):
         made = torch.empty_like if ctx.every else torch.zeros_like
         d_inputs = {f"D_{x}": made(named[x]) for x in ("QUERY", "KEY", "VALUE")} | d_inputs
         d_states = {f"D_{x}": [_zeros(y) for y in layers[x]] for x in STATES}
-        if named["S_CARRY"] is not None:
+        if named["MU"] is not None:
             d_states["D_S"] = [torch.zeros_like(w) for w in layers["W"]]
         d_ends = [None if x is None else x.contiguous() for x in d_ends]
         layers |= d_states | dict(zip(("D_W_END", "D_XI_END", "D_S_END"), _split(d_ends, depth)))
         _call("backward", plan, ctx.shape, named | d_inputs | {"D_O": d_o.contiguous()}, layers)
         if layers["S"][0] is None:  # it began with zeros
             d_states["D_S"] = [None] * depth
-        return None, None, *d_inputs.values(), *(x for y in d_states.values() for x in y)
+        return None, None, None, *d_inputs.values(), *(x for y in d_states.values() for x in y)
 
 
 def _call(name: str, plan: Plan, shape: list[int], tensors: dict, layers: dict) -> None:
