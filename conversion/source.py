@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tnt_hf.settings import check_text
+
 
 ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Every dtype of the format, to tell "not a number we convert" from "not a safetensors file".
@@ -89,8 +91,7 @@ def locate(source: str | os.PathLike, revision: str | None = None) -> Path:
         if revision is not None:
             raise ValueError(f"revision={revision!r}: {source} is a local folder")
         folder = folder.resolve()
-        if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # as bytes that are no UTF-8 arrive
-            raise ValueError(f"source={ascii(str(source))}: its path is no text in UTF-8")
+        check_text("source", str(folder))  # which files of the result name
         return folder
     if folder.exists():
         raise NotADirectoryError(f"source={str(source)!r}: is a file, not a checkpoint folder")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tnt_hf.conversion.files import flush
 from tnt_hf.conversion.manifest import MANIFEST, read_manifest
+from tnt_hf.settings import check_text
 
 
 LOCK = "owner.lock"
@@ -82,15 +83,13 @@ def target_of(output: str | os.PathLike) -> Path:
     The resolved path of a folder to be.
 
     Raises:
-        ValueError: a link that leads to itself, or a name that no JSON file could hold.
+        ValueError: a link that leads to itself, or a path that is no text.
     """
     try:
         target = Path(output).resolve()
-        str(target).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"output={ascii(str(output))}: its path is no text in UTF-8") from None
     except (RuntimeError, OSError) as error:  # the former of Python up to 3.12
         raise ValueError(f"output={str(output)!r}: leads nowhere ({error})") from None
+    check_text("output", str(target))
     return target
 
 

@@ -71,6 +71,6 @@ def test_what_stays_in_float32_is_there(fields):
     model = tiny_model(**fields)
     for part in (model, model.model):
         kept = part._keep_in_fp32_modules_strict
-        assert bool(kept) == bool(model.config.memory_layers != [])
+        assert bool(kept) == bool(model.config.memory_layer_indices)
         for pattern in kept:
             assert any(re.search(rf"(?:^|\.){pattern}(?:\.|$)", name) for name in part.state_dict())

@@ -299,6 +299,7 @@ def run_generate(options) -> None:
 
     from tnt_hf.recipes.evaluation_model import load_model
     from tnt_hf.recipes.memory_statistics import host_of
+    from tnt_hf.settings import check_text
 
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
@@ -311,8 +312,7 @@ def run_generate(options) -> None:
     if options.top_p < 1 and not options.temperature:
         raise ValueError(f"--top-p {options.top_p}: has no effect at --temperature 0, which is greedy decoding")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # as bytes that are no UTF-8 arrive
-        raise ValueError(f"--prompt {ascii(prompt)}: is no text in UTF-8")
+    check_text("--prompt", prompt)
     model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
     if tokenizer is None:
         raise ValueError(f"MODEL {options.model}: holds no tokenizer")

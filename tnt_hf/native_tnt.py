@@ -26,9 +26,12 @@ TAPE = ("Z_KEY", "Z_READ", "GRAD_ACT", "KEPT_W", "KEPT_S")
 
 
 def native_scan(plan: Plan, q, k, v, scalars, ln, target, xi, W, S):
-    """`scan_tnt.scan`, which autograd can follow. scalars: theta, mu, 1 - alpha and `present`, those of
-    `chunk_coefficients`, `[N, C]`. With `plan.slots` q, k, v and o are those of
-    the batch, `[B, T, heads, D]`, else of the chunks, `[N, C G, K]`, `[N, C, K]`, `[N, C, V]` and `[N, C G, V]`."""
+    """`scan_tnt.scan`, which autograd can follow.
+
+    scalars: theta, mu, 1 - alpha and `present`, those of `chunk_coefficients`, `[N, C]`. With `plan.slots` q, k, v
+    and o are those of the batch, `[B, T, heads, D]`, else of the chunks, `[N, C G, K]`, `[N, C, K]`, `[N, C, V]` and
+    `[N, C G, V]`.
+    """
     none = [None] * len(W)
     states = (*W, *(xi or none), *(S or none), *(target or none))
     *gates, present = scalars

@@ -37,6 +37,14 @@ def parse_value(text: str) -> Any:
     return [int(item) for item in text.split(",")] if re.fullmatch(r"\d+(,\d+)+", text) else parse_yaml(text)
 
 
+def check_text(name: str, text: str) -> None:
+    """Raises ValueError: `text`, of the option or argument `name`, came as bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}={ascii(text)}: is no text in UTF-8") from None
+
+
 class Integers(argparse.Action):
     """An option with `nargs="+"` whose integers are given as `4 8` or `4,8`."""
 
