@@ -212,28 +212,18 @@ static void write_chunk(const Job *job, I p, const Inner *x, real *const *W, rea
                         real *const *to_S, real *scaled) {
     const Shape *s = job->s;
     I C = s->C;
-    int keep = TENSOR(KEEP) != 0;
     EACH(i, s->L) {
-        I m = s->width[i], k = s->width[i + 1], size = m * k;
-        const real *w = W[i], *target = LAYER(TARGET_, i), *old = S ? S[i] : 0;
-        real *out = to_W[i], A = x->ends[0], D = x->ends[1], M = x->ends[2];
-        if (keep && target) {
-            target += p * size;
-            EACH(j, size) out[j] = target[j] + A * (w[j] - target[j]);
-            w = out;
-        }
-        if (old) {
-            real by = w == out && keep && target ? 1 : A;
-            EACH(j, size) out[j] = by * w[j] + D * old[j];
-        } else if (!target && (keep || out != w))
-            EACH(j, size) out[j] = A * w[j];
+        I m = s->width[i], k = s->width[i + 1];
+        const real *target = LAYER(TARGET_, i);
+        Terms of_W = {1, {W[i]}, {x->ends[0]}};
+        if (target) include(&of_W, 1 - x->ends[0], target + p * m * k);
+        if (S) include(&of_W, x->ends[1], S[i]);
         EACH(t, C) EACH(j, m) scaled[t * m + j] = x->writes[t] * x->a[i][t * m + j];
-        product(m, k, C, scaled, 1, m, x->delta[i], k, out, k, -1, 1);
+        product_and(m, k, C, scaled, 1, m, x->delta[i], k, to_W[i], k, -1, &of_W);
         if (!S) continue;
-        real *out_S = to_S[i];
-        EACH(j, size) out_S[j] = M * old[j];
+        Terms of_S = {1, {S[i]}, {x->ends[2]}};
         EACH(t, C) EACH(j, m) scaled[t * m + j] = x->s_writes[t] * x->a[i][t * m + j];
-        product(m, k, C, scaled, 1, m, x->delta[i], k, out_S, k, -1, 1);
+        product_and(m, k, C, scaled, 1, m, x->delta[i], k, to_S[i], k, -1, &of_S);
     }
 }
 """

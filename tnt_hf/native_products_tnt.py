@@ -46,9 +46,16 @@ typedef int64_t I;
 #define ROUND(n) (((n) + VL - 1) / VL * VL)
 #define EACH(i, n) for (I i = 0; i < (n); i++)
 
-/* mb x nb vectors of O (+)= alpha A B */
+/* What is added to a product: n matrices, each times a number. One of them may be where the result goes. */
+typedef struct {
+    int n;
+    const real *x[3];
+    real by[3];
+} Terms;
+
+/* mb x nb vectors of O, `at` numbers behind its first: alpha A B + terms */
 inline_ void tile(const int mb, const int nb, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo,
-                  real alpha, int add) {
+                  I at, real alpha, const Terms *terms) {
     vec acc[8][4];
 #pragma GCC unroll 8
     for (int r = 0; r < mb; r++)
@@ -64,46 +71,67 @@ inline_ void tile(const int mb, const int nb, I K, const real *A, I as0, I as1, 
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < mb; r++) {
-        vec *o = (vec *)(O + r * ldo);
+    for (int r = 0; r < mb; r++)
 #pragma GCC unroll 8
-        for (int n = 0; n < nb; n++) o[n] = add ? o[n] + alpha * acc[r][n] : alpha * acc[r][n];
+        for (int n = 0; n < nb; n++) acc[r][n] *= alpha;
+    for (int i = 0; i < terms->n; i++) {
+        const real *x = terms->x[i] + at, by = terms->by[i];
+#pragma GCC unroll 8
+        for (int r = 0; r < mb; r++)
+#pragma GCC unroll 8
+            for (int n = 0; n < nb; n++) acc[r][n] += by * ((const vec *)(x + r * ldo))[n];
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < mb; r++)
+#pragma GCC unroll 8
+        for (int n = 0; n < nb; n++) ((vec *)(O + at + r * ldo))[n] = acc[r][n];
 }
 
 /* mb rows at once as long as there are so many: with few columns it takes more of them to keep the processor busy */
 inline_ void columns(const int mb, const int nb, I M, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O,
-                     I ldo, real alpha, int add) {
+                     I ldo, I at, real alpha, const Terms *terms) {
     I m = 0;
-    for (; m + mb <= M; m += mb) tile(mb, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
-    if (mb > 4)
-        for (; m + 4 <= M; m += 4) tile(4, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
-    for (; m + 2 <= M; m += 2) tile(2, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
-    for (; m < M; m++) tile(1, nb, K, A + m * as0, as0, as1, B, ldb, O + m * ldo, ldo, alpha, add);
+#define ROWS(n)                                                                                                      \
+    for (; m + n <= M; m += n) tile(n, nb, K, A + m * as0, as0, as1, B, ldb, O, ldo, at + m * ldo, alpha, terms)
+    ROWS(mb);
+    if (mb > 4) ROWS(4);
+    ROWS(2);
+    ROWS(1);
+#undef ROWS
 }
 
 inline_ void tiled(const int mb, const int nb, I M, I N, I K, const real *A, I as0, I as1, const real *B, I ldb,
-                   real *O, I ldo, real alpha, int add) {
+                   real *O, I ldo, real alpha, const Terms *terms) {
     I n = 0;
-    for (; n + nb * VL <= N; n += nb * VL) columns(mb, nb, M, K, A, as0, as1, B + n, ldb, O + n, ldo, alpha, add);
+    for (; n + nb * VL <= N; n += nb * VL) columns(mb, nb, M, K, A, as0, as1, B + n, ldb, O, ldo, n, alpha, terms);
     if (nb > 2)
-        for (; n + 2 * VL <= N; n += 2 * VL) columns(mb, 2, M, K, A, as0, as1, B + n, ldb, O + n, ldo, alpha, add);
-    for (; n + VL <= N; n += VL) columns(8, 1, M, K, A, as0, as1, B + n, ldb, O + n, ldo, alpha, add);
+        for (; n + 2 * VL <= N; n += 2 * VL) columns(mb, 2, M, K, A, as0, as1, B + n, ldb, O, ldo, n, alpha, terms);
+    for (; n + VL <= N; n += VL) columns(8, 1, M, K, A, as0, as1, B + n, ldb, O, ldo, n, alpha, terms);
     if (n < N)
         for (I m = 0; m < M; m++)
             for (I i = n; i < N; i++) {
                 real x = 0;
                 for (I k = 0; k < K; k++) x += A[m * as0 + k * as1] * B[k * ldb + i];
-                O[m * ldo + i] = (add ? O[m * ldo + i] : 0) + alpha * x;
+                x *= alpha;
+                EACH(j, terms->n) x += terms->by[j] * terms->x[j][m * ldo + i];
+                O[m * ldo + i] = x;
             }
 }
 
-/* O [M, N] = alpha A B, or += with `add`; of A's [M, K] strides one is 1, rows of B [K, N] and O are contiguous */
+/* O [M, N] = alpha A B + terms, which lie as O does; of A's [M, K] strides one is 1, rows of B [K, N] and O are
+   contiguous */
+static void product_and(I M, I N, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo, real alpha,
+                        const Terms *terms) {
+    if (as0 == 1 && K >= 32) tiled(TURNED_TILE, M, N, K, A, 1, as1, B, ldb, O, ldo, alpha, terms);
+    else if (as0 == 1) tiled(TILE, M, N, K, A, 1, as1, B, ldb, O, ldo, alpha, terms);
+    else tiled(TILE, M, N, K, A, as0, 1, B, ldb, O, ldo, alpha, terms);
+}
+
+/* O = alpha A B, or += with `add` */
 static void product(I M, I N, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo, real alpha,
                     int add) {
-    if (as0 == 1 && K >= 32) tiled(TURNED_TILE, M, N, K, A, 1, as1, B, ldb, O, ldo, alpha, add);
-    else if (as0 == 1) tiled(TILE, M, N, K, A, 1, as1, B, ldb, O, ldo, alpha, add);
-    else tiled(TILE, M, N, K, A, as0, 1, B, ldb, O, ldo, alpha, add);
+    Terms terms = {add, {O}, {1}};
+    product_and(M, N, K, A, as0, as1, B, ldb, O, ldo, alpha, &terms);
 }
 
 /* Products over pairs of a read and a write that comes no later: of C tokens with G reads each, BLOCK tokens at once,
@@ -138,24 +166,31 @@ typedef int32_t lanes __attribute__((vector_size(32)));
 typedef int64_t lanes __attribute__((vector_size(64)));
 #endif
 
-/* y [8, 8] = x [8, 8] transposed: three perfect shuffles of its rows */
+/* y [8, 8] = x [8, 8] transposed: pairs of rows by single numbers, by two and by four. In halves of 128 bits a shuffle
+   is cheap. */
 inline_ void transpose8(const real *x, I ldx, real *y, I ldy) {
-    const lanes low = {0, 8, 1, 9, 2, 10, 3, 11}, high = {4, 12, 5, 13, 6, 14, 7, 15};
+    const lanes one = {0, 8, 1, 9, 4, 12, 5, 13}, one_high = {2, 10, 3, 11, 6, 14, 7, 15};
+    const lanes two = {0, 1, 8, 9, 4, 5, 12, 13}, two_high = {2, 3, 10, 11, 6, 7, 14, 15};
+    const lanes four = {0, 1, 2, 3, 8, 9, 10, 11}, four_high = {4, 5, 6, 7, 12, 13, 14, 15};
     eight r[8], t[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) r[i] = *(const eight *)(x + i * ldx);
-#pragma GCC unroll 3
-    for (int round = 0; round < 3; round++) {
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            t[2 * i] = __builtin_shuffle(r[i], r[i + 4], low);
-            t[2 * i + 1] = __builtin_shuffle(r[i], r[i + 4], high);
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) r[i] = t[i];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = __builtin_shuffle(r[i], r[i + 1], one);
+        t[i + 1] = __builtin_shuffle(r[i], r[i + 1], one_high);
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) *(eight *)(y + i * ldy) = r[i];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) { /* columns 0, 2 and their next, of the upper and the lower four rows */
+        int from = i / 2 * 4 + i % 2, to = i / 2 * 4 + i % 2 * 2;
+        r[to] = __builtin_shuffle(t[from], t[from + 2], two);
+        r[to + 1] = __builtin_shuffle(t[from], t[from + 2], two_high);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        *(eight *)(y + i * ldy) = __builtin_shuffle(r[i], r[i + 4], four);
+        *(eight *)(y + (i + 4) * ldy) = __builtin_shuffle(r[i], r[i + 4], four_high);
+    }
 }
 
 /* y [m, ldy] = x [n, m] transposed, with zeros behind its n columns */
@@ -256,35 +291,49 @@ static void through_ring_products(I rows, I D, const real *grad, const real *x, 
     }
 }
 
+inline_ void include(Terms *terms, real by, const real *x) {
+    terms->x[terms->n] = x;
+    terms->by[terms->n++] = by;
+}
+
+inline_ real sum_of(vec x) {
+    real part[VL];
+    *(vec *)part = x;
+#pragma GCC unroll 4
+    for (int n = VL / 2; n; n /= 2)
+#pragma GCC unroll 8
+        for (int l = 0; l < n; l++) part[l] += part[l + n];
+    return part[0];
+}
+
+/* The sum of n terms, each a function of its place i, as numbers of a type. Four sums at once: one waits for itself */
+#define SUM(n, term)                                                                                                  \
+    vec sum[4] = {{0}, {0}, {0}, {0}};                                                                                \
+    real rest = 0;                                                                                                    \
+    I i = 0;                                                                                                          \
+    for (; i + 4 * VL <= n; i += 4 * VL) EACH(u, 4) sum[u] += term(vec, i + u * VL);                                  \
+    for (; i + VL <= n; i += VL) sum[0] += term(vec, i);                                                              \
+    for (; i < n; i++) rest += term(real, i);                                                                         \
+    return rest + sum_of((sum[0] + sum[1]) + (sum[2] + sum[3]))
+#define AT(type, x, i) (*(const type *)(x + (i)))
+
 inline_ real dot(I n, const real *x, const real *y) {
-    vec sum = {0};
-    real rest = 0;
-    I i = 0;
-    for (; i + VL <= n; i += VL) sum += *(const vec *)(x + i) * *(const vec *)(y + i);
-    EACH(l, VL) rest += sum[l];
-    for (; i < n; i++) rest += x[i] * y[i];
-    return rest;
+#define TERM(type, i) AT(type, x, i) * AT(type, y, i)
+    SUM(n, TERM);
+#undef TERM
 }
 
 /* x . (y - z) */
 inline_ real dot_difference(I n, const real *x, const real *y, const real *z) {
-    vec sum = {0};
-    real rest = 0;
-    I i = 0;
-    for (; i + VL <= n; i += VL) sum += *(const vec *)(x + i) * (*(const vec *)(y + i) - *(const vec *)(z + i));
-    EACH(l, VL) rest += sum[l];
-    for (; i < n; i++) rest += x[i] * (y[i] - z[i]);
-    return rest;
+#define TERM(type, i) AT(type, x, i) * (AT(type, y, i) - AT(type, z, i))
+    SUM(n, TERM);
+#undef TERM
 }
 
 inline_ real total(I n, const real *x) {
-    vec sum = {0};
-    real rest = 0;
-    I i = 0;
-    for (; i + VL <= n; i += VL) sum += *(const vec *)(x + i);
-    EACH(l, VL) rest += sum[l];
-    for (; i < n; i++) rest += x[i];
-    return rest;
+#define TERM(type, i) AT(type, x, i)
+    SUM(n, TERM);
+#undef TERM
 }
 
 /* h = (y - mean) / s per row, inverse = 1 / s */

@@ -23,6 +23,8 @@ static void backward_program(const Job *job, I p, Backward *b) {
         I size = s->width[i] * s->width[i + 1];
         d_W[i] = LAYER(D_W_, i) + p * size;
         d_S[i] = momentum ? LAYER(D_S_, i) + p * size : 0;
+        const real *target = LAYER(TARGET_, i);
+        if (target) transpose(s->width[i], s->width[i + 1], target + p * size, b->turned_target[i], s->width[i]);
         if (!live) continue; /* they hold zeros */
         memcpy(d_W[i], LAYER(D_W_END_, i) + p * size, size * sizeof(real));
         if (full[p]) EACH(e, size) d_W[i][e] += LAYER(D_XI_END_, i)[p * size + e];
@@ -62,7 +64,7 @@ static void backward_program(const Job *job, I p, Backward *b) {
             if (s->current) read_weights(job, n, x, &b->rows, b->pairs);
             EACH(i, L)
                 transpose(s->width[i], s->width[i + 1], (s->current ? W : start)[i], b->turned_W[i], s->width[i]);
-            through_reads(job, p, n, x, S, d_S, b);
+            through_reads(job, p, n, x, S, d_W, d_S, b);
             if (s->bounded) through_bound(job, x, b);
             if (carried && s->current)
                 EACH(i, L) transpose(s->width[i], s->width[i + 1], start[i], b->turned_W[i], s->width[i]);
@@ -70,11 +72,12 @@ static void backward_program(const Job *job, I p, Backward *b) {
             scalar_gradients(job, n, x, b);
             EACH(i, L) {
                 I m = s->width[i], k = s->width[i + 1], keys = i ? 2 * C : C;
-                if (carried && s->current) {
-                    product(m, k, R, b->left[i], 1, m, b->right[i], k, d_W[i], k, 1, 1);
-                    product(m, k, keys, b->left[i] + R * m, 1, m, b->right[i] + R * k, k, d_start[i], k, 1, 1);
-                } else
-                    product(m, k, R + keys, b->left[i], 1, m, b->right[i], k, d_start[i], k, 1, 1);
+                I own = !carried ? R + keys : s->current ? R : 0; /* rows that saw W, and the others W_xi */
+                Terms kept = {1, {d_W[i]}, {x->ends[0]}};
+                product_and(m, k, own, b->left[i], 1, m, b->right[i], k, d_W[i], k, 1, &kept);
+                if (carried)
+                    product(m, k, R + keys - own, b->left[i] + own * m, 1, m, b->right[i] + own * k, k, d_start[i], k,
+                            1, 1);
                 if (last && live && !full[p])
                     EACH(e, m * k) d_start[i][e] += LAYER(D_XI_END_, i)[p * m * k + e];
             }

@@ -12,7 +12,8 @@ typedef struct {
     Inner *inner;                          /* of each chunk of a group */
     real *(*W)[MAX_LAYERS], *(*S)[MAX_LAYERS]; /* before each of them */
     real *d_a[MAX_LAYERS], *d_delta[MAX_LAYERS], *left[MAX_LAYERS], *right[MAX_LAYERS], *read_slope[MAX_LAYERS];
-    real *turned_W[MAX_LAYERS], *turned, *pairs, *p, *g, *d_pairs, *d_y, *r, *more, *scaled, *h, *inverse;
+    real *turned_W[MAX_LAYERS], *turned_target[MAX_LAYERS], *turned;
+    real *pairs, *p, *g, *d_pairs, *d_y, *r, *more, *scaled, *h, *inverse;
     real *q, *d_o, *d_q, *d_k, *d_error;
     real *d_tokens, *dots; /* of q and k, past their products */
     Rows rows;
@@ -44,6 +45,7 @@ static I room_backward(const Job *job, Backward *b, real *arena) {
         b->right[i] = take(&arena, (R + 2 * C) * k);
         b->read_slope[i] = take(&arena, R * m);
         b->turned_W[i] = take(&arena, m * k);
+        b->turned_target[i] = take(&arena, LAYER(TARGET_, i) ? m * k : 0);
     }
     b->turned = take(&arena, job->largest + job->widest * job->ldp);
     I pairs = s->current ? R * job->ldp : 0;
@@ -108,30 +110,23 @@ static void through_writes(const Job *job, I i, const real *d, const Inner *x, c
     subtract_scaled(C, m, weight, b->more, b->d_a[i]);
 }
 
-/* The state behind the chunk. d_W, d_S: its gradient, which becomes that of the state before it (but for the rest) */
+/* The state behind the chunk, whose gradient is d_W, d_S: what it is made of, but for the state before it */
 static void through_end(const Job *job, I p, const Inner *x, real *const *W, real *const *S, real *const *d_W,
                         real *const *d_S, Backward *b) {
     const Shape *s = job->s;
-    real A = x->ends[0], D = x->ends[1], M = x->ends[2];
     EACH(i, s->L) {
-        I size = s->width[i] * s->width[i + 1];
-        real *d = d_W[i];
-        const real *target = LAYER(TARGET_, i);
+        I size = s->width[i] * s->width[i + 1], n;
+        const real *d = d_W[i], *w = W[i], *target = LAYER(TARGET_, i);
         through_writes(job, i, d, x, x->writes, b->d_writes, b);
-        if (S) {
-            through_writes(job, i, d_S[i], x, x->s_writes, b->d_s_writes, b);
-            b->d_ends[1] += dot(size, d, S[i]);
-            b->d_ends[2] += dot(size, d_S[i], S[i]);
-            EACH(e, size) d_S[i][e] = M * d_S[i][e] + D * d[e];
+        if (S) through_writes(job, i, d_S[i], x, x->s_writes, b->d_s_writes, b);
+        for (I e = 0; e < size; e += n) { /* so many that they are near when they are read again */
+            n = size - e < 512 ? size - e : 512;
+            if (target) b->d_ends[0] += dot_difference(n, d + e, w + e, target + p * size + e);
+            else if (TENSOR(KEEP)) b->d_ends[0] += dot(n, d + e, w + e);
+            if (!S) continue;
+            b->d_ends[1] += dot(n, d + e, S[i] + e);
+            b->d_ends[2] += dot(n, d_S[i] + e, S[i] + e);
         }
-        if (!TENSOR(KEEP)) continue;
-        if (target) {
-            real *d_target = LAYER(D_TARGET_, i) + p * size, rest = 1 - A;
-            b->d_ends[0] += dot_difference(size, d, W[i], target + p * size);
-            EACH(e, size) d_target[e] += rest * d[e];
-        } else
-            b->d_ends[0] += dot(size, d, W[i]);
-        EACH(e, size) d[e] *= A;
     }
 }
 
@@ -147,10 +142,13 @@ static void token_gradient(const Job *job, I rows, const real *grad, const real 
     }
 }
 
-/* Through the reads of weights that are `turned_W`: leaves x and (scaled) d_y in left and right, and d_q. */
-static void through_reads(const Job *job, I p, I n, const Inner *x, real *const *S, real *const *d_S, Backward *b) {
+/* Through the reads of weights that are `turned_W`: leaves x and (scaled) d_y in left and right, and d_q. d_W: of the
+   state behind the chunk, and d_S, which becomes that of the momentum before it */
+static void through_reads(const Job *job, I p, I n, const Inner *x, real *const *S, real *const *d_W, real *const *d_S,
+                          Backward *b) {
     const Shape *s = job->s;
     I C = s->C, G = s->groups, R = job->R, L = s->L, D = s->tokens, V = s->width[L], ldp = job->ldp;
+    I mixed = s->current ? R : 0; /* reads that see the target and the momentum */
     const real *keep = s->current && TENSOR(KEEP) ? b->rows.A : 0, *carry = b->rows.D, *d_o = b->d_o;
     real *q = s->quadratic ? b->q : b->left[0];
     gather(job, n, G * V, TENSOR(D_O), b->d_o);
@@ -180,8 +178,7 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
         memcpy(b->right[i], b->d_y, R * k * sizeof(real));
         if (keep) EACH(r, R) EACH(e, k) b->right[i][r * k + e] *= keep[r / s->groups];
         if (keep && target) {
-            transpose(m, k, target + p * size, b->turned, m);
-            product(R, m, k, b->d_y, k, 1, b->turned, m, b->more, m, 1, 0);
+            product(R, m, k, b->d_y, k, 1, b->turned_target[i], m, b->more, m, 1, 0);
             EACH(r, R) {
                 I t = r / s->groups;
                 real A = keep[t], *of_W = b->r + r * m, *of_target = b->more + r * m;
@@ -189,13 +186,17 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
                 EACH(e, m) of_W[e] = of_target[e] + A * (of_W[e] - of_target[e]);
                 EACH(e, k) b->scaled[r * k + e] = (1 - A) * b->d_y[r * k + e];
             }
-            product(m, k, R, in, 1, m, b->scaled, k, LAYER(D_TARGET_, i) + p * size, k, 1, 1);
         } else if (keep)
             EACH(r, R) {
                 I t = r / s->groups;
                 b->d_A[t] += dot(m, in + r * m, b->r + r * m);
                 EACH(e, m) b->r[r * m + e] *= keep[t];
             }
+        if (target) {
+            real *d_target = LAYER(D_TARGET_, i) + p * size;
+            Terms terms = {2, {d_target, d_W[i]}, {1, 1 - x->ends[0]}};
+            product_and(m, k, mixed, in, 1, m, b->scaled, k, d_target, k, 1, &terms);
+        }
         if (s->current && S) {
             transpose(m, k, S[i], b->turned, m);
             product(R, m, k, b->d_y, k, 1, b->turned, m, b->more, m, 1, 0);
@@ -205,7 +206,10 @@ static void through_reads(const Job *job, I p, I n, const Inner *x, real *const 
                 EACH(e, m) b->r[r * m + e] += D * b->more[r * m + e];
                 EACH(e, k) b->scaled[r * k + e] = D * b->d_y[r * k + e];
             }
-            product(m, k, R, in, 1, m, b->scaled, k, d_S[i], k, 1, 1);
+        }
+        if (S) {
+            Terms terms = {2, {d_S[i], d_W[i]}, {x->ends[2], x->ends[1]}};
+            product_and(m, k, mixed, in, 1, m, b->scaled, k, d_S[i], k, 1, &terms);
         }
         if (s->current) {
             int squared = s->quadratic && i == 0;
