@@ -207,7 +207,7 @@ static void read_weights(const Job *job, I n, const Inner *x, const Rows *rows, 
     }
 }
 
-/* W_C = keep W + (1 - keep) W_target + D S - sum_i writes_i a_i^T delta_i, and S_C; `from` may be `to` */
+/* W_C = keep W + (1 - keep) W_target + D S - sum_i writes_i a_i^T delta_i, and S_C; W may be to_W, and S to_S */
 static void write_chunk(const Job *job, I p, const Inner *x, real *const *W, real *const *S, real *const *to_W,
                         real *const *to_S, real *scaled) {
     const Shape *s = job->s;

@@ -53,6 +53,11 @@ typedef struct {
     real by[3];
 } Terms;
 
+inline_ void include(Terms *terms, real by, const real *x) {
+    terms->x[terms->n] = x;
+    terms->by[terms->n++] = by;
+}
+
 /* mb x nb vectors of O, `at` numbers behind its first: alpha A B + terms */
 inline_ void tile(const int mb, const int nb, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo,
                   I at, real alpha, const Terms *terms) {
@@ -118,8 +123,8 @@ inline_ void tiled(const int mb, const int nb, I M, I N, I K, const real *A, I a
             }
 }
 
-/* O [M, N] = alpha A B + terms, which lie as O does; of A's [M, K] strides one is 1, rows of B [K, N] and O are
-   contiguous */
+/* O [M, N] = alpha A B + terms, which lie as O does and are read once, as it is written; of A's [M, K] strides one is
+   1, rows of B [K, N] and O are contiguous; K may be 0 */
 static void product_and(I M, I N, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo, real alpha,
                         const Terms *terms) {
     if (as0 == 1 && K >= 32) tiled(TURNED_TILE, M, N, K, A, 1, as1, B, ldb, O, ldo, alpha, terms);
@@ -289,11 +294,6 @@ static void through_ring_products(I rows, I D, const real *grad, const real *x, 
             out[i + s - D] += by * g[i] * row[i];
         }
     }
-}
-
-inline_ void include(Terms *terms, real by, const real *x) {
-    terms->x[terms->n] = x;
-    terms->by[terms->n++] = by;
 }
 
 inline_ real sum_of(vec x) {
