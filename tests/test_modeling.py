@@ -409,14 +409,16 @@ def test_state_and_weights_stay_float32_in_half_precision(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_compiled_training_step(padded):
+@pytest.mark.parametrize(
+    ("padded", "dynamic"), [(False, None), (False, True), pytest.param(True, None, marks=pytest.mark.slow)]
+)
+def test_compiled_training_step(padded, dynamic):
     torch._dynamo.reset()
     model, ids, mask = tiny_model(torch.float32, num_hidden_layers=1).train(), tokens(2, 24), None
     if padded:
         ids, mask = left_padded([ids[0], ids[1, :17]])
     gradients = []
-    for step in (model, torch.compile(model, backend="aot_eager")):
+    for step in (model, torch.compile(model, backend="aot_eager", dynamic=dynamic)):
         model.zero_grad()
         step(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})

@@ -9,6 +9,7 @@ interval share one call. Travels with every pushed checkpoint.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .derivative_tnt import check_transforms, once_differentiable, transformed
@@ -67,6 +68,8 @@ def unit_vectors(x: Tensor) -> Tensor:
     """`F.normalize(x, dim=-1)`: x / |x| over the last axis of `[..., K]`, 0 where x is."""
     if transformed():
         return smooth_unit_vectors(x)
+    if torch.compiler.is_compiling():  # which fuses it, and with `dynamic=True` knows no number inside a Function
+        return F.normalize(x, dim=-1)
     return _Unit.apply(x)[0] if torch.is_grad_enabled() and x.requires_grad else _over_norm(x)[0]
 
 
