@@ -187,7 +187,10 @@ def without_adapters(model: PeftModel) -> PreTrainedModel:
         ValueError: no `PeftModel`; adapters that changed the weights they are beside.
     """
     if not isinstance(model, PeftModel):
-        raise ValueError(f"model: must be a PeftModel, not {type(model).__name__}; pass the PeftModel itself.")
+        how = "pass the PeftModel itself."
+        if added := sorted(getattr(model, "peft_config", {})):
+            how = f"take out what add_adapter put in, model.delete_adapter({added[0]!r})."
+        raise ValueError(f"model: must be a PeftModel, not {type(model).__name__}; {how}")
     for name, config in model.peft_config.items():
         start, bias = getattr(config, "init_lora_weights", True), getattr(config, "bias", "none")
         if start not in HARMLESS_STARTS:

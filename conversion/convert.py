@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tnt_hf import __version__
 from tnt_hf.configuration_tnt import TNTConfig
@@ -221,6 +222,14 @@ def _first_dtype(checkpoint: Source) -> torch.dtype:
         return torch.float32 if first is None else TORCH[file.get_slice(first).get_dtype()]
 
 
+def _names_attention(name: object) -> bool:
+    """Whether the library would look for an attention of that name: its own, also where flash attention is not
+    installed, or a kernel's repository."""
+    return isinstance(name, str) and (
+        name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys() or "/" in name or "flash" in name
+    )
+
+
 def _complete(
     config: TNTConfig,
     checkpoint: Source,
@@ -230,11 +239,15 @@ def _complete(
 ) -> None:
     """What a saved configuration says beyond the architecture, as the library would read it from the source."""
     config.dtype = TORCH[cast] if cast else source_config.dtype or _first_dtype(checkpoint)
-    if config.dtype not in STORED:
+    if not isinstance(config.dtype, torch.dtype) or config.dtype not in STORED:
         raise ValueError(f"{checkpoint.name}: dtype={config.dtype}: must be one of {', '.join(map(str, STORED))}")
     config.architectures = ["TNTForCausalLM"]
-    if source_config._attn_implementation is not None:  # another one rounds differently
-        config.attn_implementation = source_config._attn_implementation
+    if (attention := source_config._attn_implementation) is not None:  # another one rounds differently
+        if not _names_attention(attention):
+            raise ValueError(
+                f"{checkpoint.name}: attn_implementation={attention!r}: the library has none of that name"
+            )
+        config.attn_implementation = attention
     # Tokenizer files without a class name get it from the model type, which says nothing about ours.
     named = checkpoint.companions.get("tokenizer_config.json")
     tokenizer = read_json(named) if named else {}

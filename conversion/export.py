@@ -109,7 +109,7 @@ def exported_config(model: PreTrainedModel) -> TNTConfig:
     if hasattr(model, "peft_config"):
         raise ValueError("model: carries LoRA adapters; export what its merge_and_unload() returns.")
     settings = getattr(getattr(model, "config", None), "tnt_injection", None)
-    if settings is None:
+    if settings is None or not any(map(is_injected, model.modules())):
         raise ValueError(f"model={type(model).__name__}: has no injected memory.")
     if settings["kind"] == LiZAConfig.kind:
         raise ValueError(

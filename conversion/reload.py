@@ -225,7 +225,9 @@ def _attach(
         raise ValueError(f"adapter_name={name!r}: the PeftModel has an adapter of that name.")
     if not any(check_target_module_exists(config, key) for key, _ in host.named_modules()):
         raise ValueError(f"adapter={str(folder)!r}: its target_modules are not in {type(host).__name__}.")
-    live = getattr(getattr(host, "config", None), "tnt_injection", None)
+    # A folder's base that was loaded without its memory says what was injected, and has none.
+    injected = any(is_injected(module) for module in host.modules())
+    live = getattr(host.config, "tnt_injection", None) if injected else None
     if settings is None and getattr(getattr(host, "config", None), "model_type", None) != "tnt":
         raise ValueError(
             f"adapter={str(folder)!r}: names no injection (it was not made by lora_config), so the memory it was"

@@ -7,6 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
+
 import tnt_hf
 from tnt_hf.configuration_tnt import TNTConfig
 from tnt_hf.conversion.files import ROOM, check_room, copy_file, copy_unread, flush, known_digest, sha256
@@ -145,6 +148,23 @@ class Writer:
             (self.folder / name).parent.mkdir(exist_ok=True)
             copy_file(origin, self.folder / name, lambda count: None)
             self._done(name, "copied")
+        if GENERATION_CONFIG_NAME not in self.source.companions and (settings := self._generation_settings()):
+            self.text(GENERATION_CONFIG_NAME, settings.to_json_string())
+
+    def _generation_settings(self) -> GenerationConfig | None:
+        """What old checkpoints say in config.json about generation, which the library reads from there, and a model's
+        configuration does not keep. `None`: nothing but tokens.
+
+        Raises:
+            ValueError: a value that the library refuses.
+        """
+        kept = TNTConfig().to_dict()
+        rest = {name: value for name, value in self.source.fields.items() if name not in kept}
+        if GenerationConfig.from_model_config(rest).to_dict() == GenerationConfig.from_model_config({}).to_dict():
+            return None
+        settings = GenerationConfig.from_model_config(dict(self.source.fields))
+        settings._from_model_config = False  # from now on of a file of their own
+        return settings
 
     def code(self) -> None:
         """The files `trust_remote_code` runs, so that the result works where this package is not installed."""

@@ -57,7 +57,7 @@ def source_files(root: Path) -> list[Path]:
 
 def is_held_out(name: str, share: float) -> bool:
     """Whether a file belongs to the held-out part: a hash of its name falls into the first `share` of all hashes."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < share * 2**64
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") < share * 2**64
 
 
 def read_corpus(root: str | Path | None = None, held_out: float = 0.05, min_characters: int = 1) -> Corpus:

@@ -1,7 +1,9 @@
 """Which files of a folder are data, and of which split."""
 
 import logging
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from tnt_hf.recipes.file_formats import TABLES, TEXTS, kind_of
@@ -9,7 +11,8 @@ from tnt_hf.recipes.file_formats import TABLES, TEXTS, kind_of
 
 log = logging.getLogger(__name__)
 SPLIT_NAMES = {"train": "train", "training": "train", "validation": "validation", "valid": "validation"}
-SPLIT_NAMES |= {"dev": "validation", "val": "validation", "test": "test", "testing": "test", "eval": "test"}
+SPLIT_NAMES |= {"dev": "validation", "val": "validation", "test": "test", "testing": "test"}
+SPLIT_NAMES |= {"eval": "test", "evaluation": "test"}
 READABLE = f"readable are {', '.join(sorted(TABLES))} and text such as .txt, .md and .py, all but .parquet also as .gz"
 
 
@@ -35,23 +38,39 @@ def data_files(folder: Path) -> dict[str, list[Path]]:
     """
     The readable files below `folder` by split, sorted: tables if there is one, otherwise texts; hidden ones never.
 
-    A table belongs to the split that its name begins with (`test-00000.parquet`) or that its folder is called, any
-    other file to train.
+    A table belongs to the split that is a word of its name (`test-00000.parquet`, `wiki-test.jsonl`) or what its
+    folder is called, any other file to train.
+
+    Raises:
+        ValueError: there is none, or one is a link to a file that is not there.
     """
-    found = {path for path in folder.rglob("*") if path.is_file()}
-    found = {x for x in found if not any(p[0] == "." or p == "__pycache__" for p in x.relative_to(folder).parts)}
+    found = set(_files(folder))
     tables = {path for path in found if kind_of(path) in TABLES}
     texts = {path for path in found if kind_of(path) in TEXTS}
     decisive = {path for path in tables if kind_of(path) != ".json"}  # source trees hold settings in .json files
     chosen = tables if decisive or not texts else texts
     if not chosen:
         raise ValueError(f"dataset_name={str(folder)!r}: holds no file that can be read, {READABLE}")
+    if lost := sorted(path for path in chosen if not path.exists()):
+        raise ValueError(f"dataset_name={str(folder)!r}: {lost[0]} is a link to a file that is not there")
     if skipped := sorted(found - chosen):
         log.warning("%s: %d files are not read, the first is %s", folder, len(skipped), skipped[0])
     splits: dict[str, list[Path]] = {}
     for path in sorted(chosen, key=lambda path: path.relative_to(folder).as_posix()):
-        names = [re.match(r"[a-z]*", path.name.lower())[0], path.parent.name.lower()] if path in tables else []
-        if path.parent == folder:
-            names = names[:1]
+        names = re.findall("[a-z]+", path.name.lower()) if path in tables else []
+        names += [path.parent.name.lower()] if path in tables and path.parent != folder else []
         splits.setdefault(next((SPLIT_NAMES[name] for name in names if name in SPLIT_NAMES), "train"), []).append(path)
     return splits
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """What lies below `folder` and is not hidden, also behind links, but those that lead back to where one is."""
+    for name, folders, files in os.walk(folder, followlinks=True):
+        here = Path(name)
+        above = {x.resolve() for x in (here, *here.parents)}
+        folders[:] = [x for x in folders if _is_open(x) and (here / x).resolve() not in above]
+        yield from (here / x for x in files if _is_open(x) and ((here / x).is_file() or (here / x).is_symlink()))
+
+
+def _is_open(name: str) -> bool:
+    return name[0] != "." and name != "__pycache__"

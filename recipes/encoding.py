@@ -21,6 +21,11 @@ class Encoded(NamedTuple):
     cut: bool = False
 
 
+def vocabulary_size(tokenizer) -> int:
+    """Rows that an embedding of the tokenizer's ids needs: they may have holes, which `len(tokenizer)` leaves out."""
+    return max([len(tokenizer) - 1, *tokenizer.get_vocab().values()]) + 1
+
+
 class TextEncoder:
     """
     Tokens of texts: bos if the tokenizer has one, the text, eos.

@@ -186,7 +186,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     results["model"] = Path(options.model).resolve().name if local else options.model
     if local and {"perplexity", "ablations"} & set(results):
-        note = training_note(Path(options.model), options.data, _held_out(options.data, options.held_out))
+        held_out = _held_out(options.data, options.held_out)
+        note = training_note(Path(options.model), options.data, options.data_config, options.split, held_out)
         results |= {"warnings": [*results.get("warnings", []), note]} if note else {}
     written = write_evaluation(output, results, options.overwrite)
     print(as_markdown(results))

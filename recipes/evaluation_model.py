@@ -20,6 +20,7 @@ import tnt_hf
 from tnt_hf.conversion import load_injected
 from tnt_hf.conversion.reload import ADAPTER_CONFIG
 from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, check_reachable
+from tnt_hf.recipes.data_files import SPLIT_NAMES
 from tnt_hf.recipes.model_card_tables import portable
 from tnt_hf.recipes.sources import read_texts
 
@@ -167,14 +168,20 @@ def documents_of(
     return documents, {"documents": len(documents), "documents_cut": len(cut)}
 
 
-def training_note(folder: Path, data: str, held_out: float) -> str | None:
-    """A warning if `training.json` says that the model was trained on the very documents it is evaluated on."""
+def training_note(folder: Path, data: str, config: str | None, split: str | None, held_out: float) -> str | None:
+    """A warning if `training.json` says that the model was trained on the very documents it is evaluated on: of the
+    same data, configuration and split, or of a folder in which they lie."""
     try:
         training = json.loads((folder / "training.json").read_text(encoding="utf-8"))["data"]
         name, share = training["name"], training.get("eval_share") or 0.0
+        used = training.get("config"), training.get("split") or "train"
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not trained by a recipe
-    same = normpath(name) in (normpath(data), normpath(portable(data)))
-    if not same or 0 < held_out <= share:
+    if normpath(name) in (normpath(data), normpath(portable(data))):
+        same = [[SPLIT_NAMES.get(x, x) for x in choice] for choice in (used, (config, split or "train"))]
+        trained_on = same[0] == same[1]
+    else:
+        trained_on = Path(name).is_dir() and Path(data).resolve().is_relative_to(Path(name).resolve())
+    if not trained_on or 0 < held_out <= share:
         return None
     return f"the model was trained on {data} with eval_share={share}, so the text it is evaluated on is not held out"

@@ -168,6 +168,7 @@ class ResumableTrainer(Trainer):
         self._started, self._clock, self._begun = True, time.perf_counter(), time.perf_counter()
         self._tokens_logged = self.state.num_input_tokens_seen
         if self._resumed is not None:
+            self._find_best(self._resumed.parent)
             progress = json.loads((self._resumed / self._progress_file()).read_text(encoding="utf-8"))
             self._tr_loss = torch.tensor(progress["loss"], device=self.args.device)
             self._total_loss_scalar = -progress["loss"]  # the summary at the end divides by the steps of this session
@@ -177,6 +178,21 @@ class ResumableTrainer(Trainer):
         if self.is_world_process_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / LOG).write_text("".join(map(_line, self.state.log_history)), encoding="utf-8")
+
+    def _find_best(self, folder: Path) -> None:
+        """The state names the best checkpoint by the path that it was saved at; folders are moved.
+
+        Raises:
+            ValueError: it is to be loaded at the end, and is not complete, or not there any more.
+        """
+        best = folder / f"checkpoint-{self.state.best_global_step}"
+        if not self.state.best_global_step or (not self.args.load_best_model_at_end and not best.is_dir()):
+            return
+        try:
+            check_checkpoint(best)
+        except ValueError as error:
+            raise ValueError(f"load_best_model_at_end: {error}") from error
+        self.state.best_model_checkpoint = str(best)
 
     def _progress_file(self) -> str:
         return f"progress_{self.args.process_index}.json"

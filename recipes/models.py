@@ -22,6 +22,7 @@ from tnt_hf.recipes.arguments import NEW_MODELS, ModelArguments, RunArguments
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE
 from tnt_hf.recipes.converted import convert_once
 from tnt_hf.recipes.data import train_tokenizer
+from tnt_hf.recipes.encoding import vocabulary_size
 from tnt_hf.recipes.loading_errors import naming
 from tnt_hf.recipes.memory_statistics import all_closed
 from tnt_hf.recipes.objectives import attention_modules, with_memory
@@ -115,7 +116,7 @@ def new_model(model: ModelArguments, tokenizer: Any = None) -> nn.Module:
         raise ValueError(f"dtype={model.dtype!r}: a new model starts in float32; bf16: true computes in bfloat16")
     fields = dict(PRESETS.get(model.model, {}))
     if tokenizer is not None:
-        fields["vocab_size"] = len(tokenizer)
+        fields["vocab_size"] = vocabulary_size(tokenizer)
         fields |= {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     if model.model in PRESETS:
         config = TNTConfig(**fields | model.model_config)
@@ -314,8 +315,8 @@ def _refuse_fields(name: str, model: ModelArguments, injected: bool) -> None:
 
 def _check_sizes(model: nn.Module, tokenizer: Any, sequence_length: int | None) -> None:
     rows, positions = model.get_input_embeddings().num_embeddings, None
-    if tokenizer is not None and len(tokenizer) > rows:
-        raise ValueError(f"tokenizer: has {len(tokenizer)} tokens, but vocab_size={rows}")
+    if tokenizer is not None and (needed := vocabulary_size(tokenizer)) > rows:
+        raise ValueError(f"tokenizer: its ids need {needed} rows, but vocab_size={rows}")
     positions = getattr(model.config, "max_position_embeddings", None)
     if sequence_length is not None and positions is not None and sequence_length > positions:
         raise ValueError(

@@ -17,6 +17,7 @@ from tnt_hf.conversion.manifest import MANIFEST
 from tnt_hf.conversion.reload import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_injected
 from tnt_hf.conversion.shards import inspect
 from tnt_hf.conversion.source import COMPANIONS, INDEX, TEMPLATES, TEXTS, inside, read_header, read_json, read_source
+from tnt_hf.recipes.encoding import vocabulary_size
 from tnt_hf.recipes.model_card_tables import portable, portable_command
 from tnt_hf.recipes.model_folder import EVALUATION, TRAINING, Model
 
@@ -189,8 +190,8 @@ def _check_tokenizer(model: Model) -> list[str]:
     except Exception as error:  # of the library's many readers, each with its own
         raise ValueError(f"{model.folder}: its tokenizer cannot be loaded ({error})") from error
     size = model.config.get("vocab_size")
-    if size is not None and len(tokenizer) > size:
-        raise ValueError(f"{model.folder}: the tokenizer has {len(tokenizer)} tokens, vocab_size is {size}")
+    if size is not None and (needed := vocabulary_size(tokenizer)) > size:
+        raise ValueError(f"{model.folder}: the ids of its tokenizer need {needed} rows, vocab_size is {size}")
     return []
 
 

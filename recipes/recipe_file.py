@@ -33,7 +33,7 @@ TRAINER_DEFAULTS = {
     "seed": 0,
 }
 AT_LEAST_1 = (
-    "eval_rows", "gradient_accumulation_steps", "per_device_eval_batch_size",
+    "dataloader_prefetch_factor", "eval_rows", "gradient_accumulation_steps", "per_device_eval_batch_size",
     "per_device_train_batch_size", "sequence_length", "tokenizer_vocab_size", "train_tokens",
 )  # fmt: skip
 AT_LEAST_0 = (

@@ -10,6 +10,7 @@ not change when other documents come or go.
 
 import hashlib
 import json
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -98,7 +99,7 @@ class Columns:
             return Document(place, "", None)
         if self.kind == "messages":
             content = checked_messages(values[self.names[0]], f"{place}: column {self.names[0]!r}")
-            return Document(place, json.dumps(content, sort_keys=True, ensure_ascii=False), content)
+            return Document(place, json.dumps(content, sort_keys=True, ensure_ascii=False, default=str), content)
         for name, value in values.items():
             if not isinstance(value, str) and not (name == "input" and value is None):
                 raise ValueError(f"{place}: column {name!r} must hold text, got {type(value).__name__}")
@@ -184,7 +185,7 @@ class LocalFiles:
     def _content(self) -> str:
         def parts():
             for path in self.files:
-                yield f"{self._name(path)}\0{path.stat().st_size}\0".encode()
+                yield os.fsencode(f"{self._name(path)}\0{path.stat().st_size}\0")
                 with path.open("rb") as file:
                     while block := file.read(1 << 20):
                         yield block
@@ -197,7 +198,7 @@ class LocalFiles:
 
     def identity(self) -> str:
         """SHA-256 of all names and sizes: what a stream of files too big to be read twice can be told by."""
-        return _digest(f"{name}\0{size}\0".encode() for name, (size, _) in self.sizes.items())
+        return _digest(os.fsencode(f"{name}\0{size}\0") for name, (size, _) in self.sizes.items())
 
     def check_unchanged(self) -> None:
         """Raises ValueError if a file was changed since this source was made."""

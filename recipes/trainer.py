@@ -18,7 +18,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import TrainerCallback
 
-from tnt_hf.recipes.callbacks import Printer, Progress, WindowDropout
+from tnt_hf.recipes.callbacks import ChunkSizeSchedule, Printer, Progress, WindowDropout
 from tnt_hf.recipes.environment import peak_memory_bytes
 from tnt_hf.recipes.exact_resume import ResumableTrainer
 from tnt_hf.recipes.finite import stop_if_not_finite, warn_of_idle
@@ -171,6 +171,11 @@ class RecipeTrainer(ResumableTrainer):
         for entry in self.state.log_history:
             if entry["step"] <= last:
                 metrics |= {name: entry[name] for name in ("loss", "eval_loss") if name in entry}
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ChunkSizeSchedule) and "eval_loss" in metrics:
+                then, now = (callback.sizes_at(step - 1) for step in (last, self.state.global_step))
+                if then != now:  # the best weights were evaluated with other chunks than the model is saved with
+                    metrics["eval_loss"] = self.evaluate()["eval_loss"]
         if "eval_loss" in metrics:
             metrics["perplexity"] = _exp(metrics["eval_loss"])
         return metrics

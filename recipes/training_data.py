@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from tnt_hf.recipes.arguments import DataArguments
 from tnt_hf.recipes.chat import ChatEncoder
-from tnt_hf.recipes.encoding import TextEncoder, tokenizer_digest
+from tnt_hf.recipes.encoding import TextEncoder, tokenizer_digest, vocabulary_size
 from tnt_hf.recipes.packing import RowCollator, RowFormat
 from tnt_hf.recipes.row_datasets import HELD_OUT_WHOLE, RowStream, stored_rows
 from tnt_hf.recipes.sources import as_text, open_source, part
@@ -155,9 +155,9 @@ class _Preparation:
         def write(folder: Path) -> None:
             folder.mkdir()
             with_mask = source.columns.kind != "text" and self.data.assistant_only_loss
-            parts = {False: StoreWriter(folder / "train", len(self.tokenizer), with_mask)}
+            parts = {False: StoreWriter(folder / "train", vocabulary_size(self.tokenizer), with_mask)}
             if share:
-                parts[True] = StoreWriter(folder / "held_out", len(self.tokenizer), with_mask)
+                parts[True] = StoreWriter(folder / "held_out", vocabulary_size(self.tokenizer), with_mask)
             with tqdm(desc="Tokenising", unit=" tokens", unit_scale=True, disable=None) as progress:
                 for is_out, writer in parts.items():
                     for _, document in encoded(part(source, share, is_out), encoder, writer.counts):

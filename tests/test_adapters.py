@@ -467,8 +467,12 @@ def test_weights_that_were_changed_cannot_be_the_source():
     for name, value in (("init_lora_weights", "olora"), ("bias", "all")):
         with pytest.raises(ValueError, match=f"{name}={value!r} of adapter 'default'"):
             unload(with_lora(**{name: value}))
-    with pytest.raises(ValueError, match="must be a PeftModel, not LlamaForCausalLM"):
-        without_adapters(tiny_host("llama"))
+    host = tiny_host("llama")
+    with pytest.raises(ValueError, match="must be a PeftModel, not LlamaForCausalLM; pass the PeftModel itself"):
+        without_adapters(host)
+    host.peft_config = {"default": LoraConfig()}  # as `add_adapter` leaves it
+    with pytest.raises(ValueError, match=r"take out what add_adapter put in, model.delete_adapter\('default'\)"):
+        without_adapters(host)
 
 
 @pytest.mark.parametrize("operator", ["liza", "learned", "tnt"])

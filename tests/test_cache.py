@@ -389,6 +389,8 @@ OTHERWISE = {
     "memory_momentum": True,
     "memory_decay": True,
     "memory_decay_target": "zero",
+    "qk_norm": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
 }
 
 

@@ -104,6 +104,9 @@ def holder(source: Path, tensor: str) -> Path:
         ("quantization_config", {"quant_method": "gptq", "bits": 4}),
         ("logit_scale", 0.5),
         ("dtype", "int8"),
+        ("dtype", {"": "float32"}),
+        ("attn_implementation", "nonsense"),
+        ("attn_implementation", 5),
     ],
 )  # fmt: skip
 def test_bad_config_values(tmp_path, source, field, value):

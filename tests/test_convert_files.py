@@ -19,9 +19,10 @@ import yaml
 from checkpoints import reload, save_source
 from hub_server import HubServer
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.cli import main
+from tnt_hf.conversion import convert_checkpoint, verify_conversion
 from tnt_hf.conversion.convert_command import add_arguments, run
 from tnt_hf.conversion.files import sha256
 from tnt_hf.conversion.manifest import MANIFEST, add_digests, check_manifest, read_manifest
@@ -102,6 +103,34 @@ def test_a_tokenizer_that_config_json_names_is_named_again(tmp_path, source):
 def test_a_dtype_that_the_source_has_is_no_cast(tmp_path, source, dtype, cast):
     result = convert_checkpoint(source, tmp_path / "result", progress=False, dtype=dtype)
     assert json.loads((result / MANIFEST).read_text())["conversion"]["cast"] is cast
+
+
+@pytest.mark.parametrize("attention", [None, "eager"])
+def test_info_reads_what_was_converted(tmp_path, source, attention, capsys):
+    """Also what it says for a source without a tokenizer's class, or with an attention of its own."""
+    (source / "tokenizer_config.json").unlink(missing_ok=True)
+    fields = json.loads((source / "config.json").read_text()) | {"attn_implementation": attention}
+    (source / "config.json").write_text(json.dumps(fields))
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    saved = json.loads((result / "config.json").read_text())
+    assert saved["tokenizer_class"] and saved.get("attn_implementation") == attention
+    assert main(["info", str(result)]) == 0 and "parameters" in capsys.readouterr().out
+
+
+def test_generation_settings_of_an_old_checkpoint_come_along(tmp_path, source):
+    """Without a file of their own they stand in config.json, where the library finds them for a Llama."""
+    (source / "generation_config.json").unlink()
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields))
+    plain = convert_checkpoint(source, tmp_path / "plain", progress=False)
+    assert not (plain / "generation_config.json").exists()
+    fields |= {"repetition_penalty": 1.8, "max_length": 40, "suppress_tokens": [1, 2]}
+    (source / "config.json").write_text(json.dumps(fields))
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    expected, found = (AutoModelForCausalLM.from_pretrained(x).generation_config for x in (source, result))
+    expected._from_model_config = False  # it has a file of its own now
+    assert found.to_dict() == expected.to_dict() and found.repetition_penalty == 1.8
+    assert verify_conversion(source, result, tokens=24)["passed"]
 
 
 def test_tokenizer_generation_config_and_licence_come_along(tmp_path, source):

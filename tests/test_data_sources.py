@@ -5,6 +5,8 @@ import json
 import multiprocessing
 import os
 import time
+from copy import deepcopy
+from datetime import datetime
 from itertools import islice
 
 import datasets
@@ -14,7 +16,8 @@ import pytest
 
 from tnt_hf.recipes.arguments import DataArguments
 from tnt_hf.recipes.data import read_corpus, train_tokenizer
-from tnt_hf.recipes.encoding import TextEncoder, pieces_of, tokenizer_digest
+from tnt_hf.recipes.data_files import data_files
+from tnt_hf.recipes.encoding import TextEncoder, pieces_of, tokenizer_digest, vocabulary_size
 from tnt_hf.recipes.file_formats import records
 from tnt_hf.recipes.packing import IGNORED
 from tnt_hf.recipes.sources import read_texts
@@ -191,6 +194,57 @@ def test_a_folder_is_read_as_tables_or_as_texts(tmp_path, caplog):
     write(tmp_path / "code" / "package.json", "{}")
     write(tmp_path / "code" / "main.js", "let x")
     assert list(read_texts(str(tmp_path / "code"))) == ["let x"]
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path):
+    text_files(tmp_path / "elsewhere")
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "z.txt", "z")
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "elsewhere")
+    expected = [*read_texts(str(tmp_path / "elsewhere")), "z"]
+    (tmp_path / "data" / "here").symlink_to(tmp_path / "data")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "data")
+    assert list(read_texts(str(tmp_path / "data"))) == expected
+
+
+def test_a_link_to_nothing_is_told(tmp_path):
+    write(tmp_path / "a.txt", "a")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "not mounted" / "b.txt")
+    with pytest.raises(ValueError, match="b.txt is a link to a file that is not there"):
+        list(read_texts(str(tmp_path)))
+
+
+def test_a_name_that_is_no_unicode_is_read_as_any_other(tmp_path, tokenizer):
+    for name in (b"a\xe9.txt", b"b.txt"):
+        (tmp_path / os.fsdecode(name)).write_text("a text")
+    assert texts_in(tokenizer, build(tokenizer, tmp_path).train) == ["a text"] * 2
+    assert list(read_texts(str(tmp_path), share=0.999)) == ["a text"] * 2
+
+
+def test_messages_may_hold_what_json_has_no_word_for(tmp_path, tokenizer):
+    rows = [{"role": x, "content": "a text", "at": datetime(2026, 1, 2)} for x in ("user", "assistant")]
+    parquet(tmp_path / "a.parquet", messages=[rows])
+    assert list(read_texts(str(tmp_path))) == ["a text\na text"]
+
+
+def test_ids_with_holes_fit_into_the_store_and_the_model(tmp_path, tokenizer):
+    sparse = deepcopy(tokenizer)
+    sparse.get_vocab = lambda: tokenizer.get_vocab() | {"far": 70_000}
+    assert vocabulary_size(tokenizer) == len(tokenizer) == 257 and vocabulary_size(sparse) == 70_001
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("wiki-test.jsonl", "test"),
+        ("evaluation.jsonl", "test"),
+        ("a_dev_2.jsonl", "validation"),
+        ("contest.jsonl", "train"),
+    ],
+)
+def test_a_split_is_a_word_of_a_table_s_name(tmp_path, name, split):
+    write(tmp_path / name, GOOD)
+    assert list(data_files(tmp_path)) == [split]
 
 
 def test_tables_belong_to_the_split_they_are_named_after(tmp_path, tokenizer):

@@ -340,16 +340,41 @@ def test_the_standard_library_is_read_where_no_training_with_that_eval_share_doe
 def test_training_on_the_same_text_is_told(tmp_path):
     def note(data: dict, held_out: float):
         (tmp_path / "training.json").write_text(json.dumps({"data": data}))
-        return training_note(tmp_path, "python-stdlib", held_out)
+        return training_note(tmp_path, "python-stdlib", None, None, held_out)
 
     assert "eval_share=0.0" in note({"name": "python-stdlib"}, 0.05)
     assert "is not held out" in note({"name": "python-stdlib", "eval_share": 0.05}, 0.0)
     assert note({"name": "python-stdlib", "eval_share": 0.05}, 0.05) is None
     assert note({"name": "other"}, 0.05) is None
-    assert training_note(tmp_path / "none", "python-stdlib", 0.05) is None
+    assert training_note(tmp_path / "none", "python-stdlib", None, None, 0.05) is None
     note({"name": "./texts/a.jsonl"}, 0.0)
-    assert "is not held out" in training_note(tmp_path, "texts/a.jsonl", 0.0), "however the path is spelled"
-    assert training_note(tmp_path, "texts/b.jsonl", 0.0) is None
+    assert "is not held out" in training_note(tmp_path, "texts/a.jsonl", None, None, 0.0), (
+        "however the path is spelled"
+    )
+    assert training_note(tmp_path, "texts/b.jsonl", None, None, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "split", "same"),
+    [
+        ("en", "train", True),
+        ("en", None, True),
+        ("en", "training", True),
+        ("en", "validation", False),
+        (None, "train", False),
+    ],
+)
+def test_another_split_or_configuration_is_other_text(tmp_path, config, split, same):
+    data = {"name": "owner/texts", "config": "en", "split": "train"}
+    (tmp_path / "training.json").write_text(json.dumps({"data": data}))
+    assert (training_note(tmp_path, "owner/texts", config, split, 0.0) is not None) == same
+
+
+def test_a_file_of_the_folder_that_was_trained_on_is_the_same_text(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "training.json").write_text(json.dumps({"data": {"name": str(tmp_path / "data")}}))
+    assert training_note(tmp_path, str(tmp_path / "data" / "a.jsonl"), None, None, 0.0) is not None
+    assert training_note(tmp_path, str(tmp_path / "data.jsonl"), None, None, 0.0) is None
 
 
 def test_a_loss_beyond_every_perplexity_is_refused():

@@ -19,6 +19,7 @@ from tnt_hf.conversion.families import FAMILIES
 from tnt_hf.conversion.inject import inject, set_max_self_attn_length
 from tnt_hf.conversion.injection_config import TNTInjectionConfig
 from tnt_hf.conversion.manifest import MANIFEST, check_manifest
+from tnt_hf.conversion.reload import load_injected
 
 
 IDS = tokens(2, 33)
@@ -216,3 +217,17 @@ def test_what_cannot_be_a_tnt_model_is_refused(model, message, tmp_path):
 def test_a_tokenizer_must_be_one(tmp_path):
     with pytest.raises(ValueError, match="tokenizer=str"):
         export_injected(injected(), tmp_path / "out", tokenizer="gpt2")
+
+
+def test_a_base_that_was_loaded_alone_has_no_memory(tmp_path):
+    """Its configuration still says what was injected."""
+    host = tiny_host("llama")
+    inject(host, OPEN_TNT)
+    expected = host(tokens(1, 20)).logits
+    host.save_pretrained(tmp_path / "whole")
+    get_peft_model(host, lora_config(host)).save_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", attn_implementation="sdpa")
+    with pytest.raises(ValueError, match="has no injected memory"):
+        export_injected(base, tmp_path / "result")
+    tuned = load_injected(base, tmp_path / "adapter")
+    torch.testing.assert_close(tuned(tokens(1, 20)).logits, expected)

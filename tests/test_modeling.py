@@ -409,9 +409,7 @@ def test_state_and_weights_stay_float32_in_half_precision(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("padded", "dynamic"), [(False, None), (False, True), pytest.param(True, None, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("padded, dynamic", [(0, None), (0, True), pytest.param(1, None, marks=pytest.mark.slow)])
 def test_compiled_training_step(padded, dynamic):
     torch._dynamo.reset()
     model, ids, mask = tiny_model(torch.float32, num_hidden_layers=1).train(), tokens(2, 24), None

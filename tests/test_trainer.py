@@ -23,7 +23,7 @@ from transformers import (
 import tnt_hf
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import lora_config
-from tnt_hf.recipes.callbacks import Printer, Progress, WindowDropout
+from tnt_hf.recipes.callbacks import ChunkSizeSchedule, Printer, Progress, WindowDropout
 from tnt_hf.recipes.exact_resume import LOG
 from tnt_hf.recipes.finite import stop_if_not_finite
 from tnt_hf.recipes.objectives import next_token
@@ -109,6 +109,9 @@ def test_the_metrics_are_those_of_the_model_that_is_saved(tmp_path):
     assert run._metrics() == {"loss": 0.5, "eval_loss": 3.0, "perplexity": math.exp(3)}
     run.args.load_best_model_at_end = True
     assert run._metrics() == {"loss": 1.0, "eval_loss": 2.0, "perplexity": math.exp(2)}
+    run.add_callback(ChunkSizeSchedule({0: 4, 3: 1}))
+    run.evaluate = lambda: {"eval_loss": 2.5}
+    assert run._metrics()["eval_loss"] == 2.5, "the best weights were evaluated with other chunks"
 
 
 def test_a_teacher_is_frozen_and_knows_no_dropout(tmp_path):

@@ -83,6 +83,29 @@ def test_a_run_keeps_its_best_checkpoint_beside_the_newest(tmp_path):
     assert all(torch.equal(best[name], saved[name]) for name in best)
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_the_best_checkpoint_is_found_where_a_run_was_moved_to(tmp_path, left):
+    settings = {"save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "load_best_model_at_end": True}
+
+    def fit(folder, steps):
+        run = trainer(folder, max_steps=steps, **settings)
+        run.objective = lambda *call: (-next_token(*call)[0], None)  # worse with every step
+        return run.fit()
+
+    fit(tmp_path / "a", 3)
+    for name in ("training.json", "model.safetensors"):  # as a death in the last save leaves it
+        (tmp_path / "a" / name).unlink()
+    (tmp_path / "a").rename(tmp_path / "b")
+    metrics = fit(tmp_path / "b", 3 + left)
+    best, saved = (load_file(x / "model.safetensors") for x in (tmp_path / "b" / "checkpoint-1", tmp_path / "b"))
+    assert all(torch.equal(best[name], saved[name]) for name in best)
+    state = json.loads((tmp_path / "b" / "checkpoint-1" / "trainer_state.json").read_text())
+    assert metrics["eval_loss"] == state["best_metric"]
+    shutil.rmtree(tmp_path / "b" / "checkpoint-1")
+    with pytest.raises(ValueError, match="load_best_model_at_end: .*checkpoint-1"):
+        fit(tmp_path / "b", 3 + left)
+
+
 def test_a_run_that_is_over_keeps_its_time_and_its_tokens(copy):
     again = trainer(copy, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT)
     again.fit()

@@ -41,7 +41,7 @@ FINGERPRINT = (
     "local_reset_interval", "global_read", "qk_projection", "qk_projection_norm", "memory_num_heads",
     "memory_head_dim", "memory_projections", "memory_conv_kernel", "memory_value_norm", "memory_feature_map",
     "memory_depth", "memory_expansion", "memory_activation", "memory_residual", "memory_layernorm", "memory_momentum",
-    "memory_decay", "memory_decay_target",
+    "memory_decay", "memory_decay_target", "qk_norm", "rope_parameters",
 )  # fmt: skip
 
 
@@ -337,7 +337,5 @@ def _fingerprint(config: TNTConfig) -> dict[str, Any]:
 
 def _compare(stored: dict[str, Any], current: dict[str, Any], ignore: tuple[str, ...] = ()) -> None:
     for name in FINGERPRINT:
-        if name not in ignore and stored.get(name) != current[name]:
-            raise ValueError(
-                f"{name}: the cache was filled with {stored.get(name)!r}, the model has {current[name]!r}."
-            )
+        if name in stored and name not in ignore and stored[name] != current[name]:  # old sessions say less
+            raise ValueError(f"{name}: the cache was filled with {stored[name]!r}, the model has {current[name]!r}.")

@@ -160,7 +160,8 @@ def load_config(source: str, overrides: list[str]):
         if not equals:
             raise ValueError(f"{override!r} must have the form FIELD=VALUE")
         fields[name] = parse_value(value)
-    known = {*TNTConfig().to_dict(), "output_surprise", "window_narrowed"}  # these two are saved where they were set
+    # The others are saved where they were set, and those of a conversion where its source needs them.
+    known = {*TNTConfig().to_dict(), "output_surprise", "window_narrowed", "attn_implementation", "tokenizer_class"}
     for name in fields:
         if name not in known and not name.startswith("_"):
             similar = get_close_matches(name, known, n=1)
