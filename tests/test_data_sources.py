@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import time
-from copy import deepcopy
 from datetime import datetime
 from itertools import islice
 
@@ -13,12 +12,15 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
-from tnt_hf.recipes.arguments import DataArguments
+from tnt_hf.recipes.arguments import DataArguments, ModelArguments
 from tnt_hf.recipes.data import read_corpus, train_tokenizer
 from tnt_hf.recipes.data_files import data_files
 from tnt_hf.recipes.encoding import TextEncoder, pieces_of, tokenizer_digest, vocabulary_size
 from tnt_hf.recipes.file_formats import records
+from tnt_hf.recipes.models import new_model
 from tnt_hf.recipes.packing import IGNORED
 from tnt_hf.recipes.sources import read_texts
 from tnt_hf.recipes.token_store import cached_store
@@ -228,9 +230,14 @@ def test_messages_may_hold_what_json_has_no_word_for(tmp_path, tokenizer):
 
 
 def test_ids_with_holes_fit_into_the_store_and_the_model(tmp_path, tokenizer):
-    sparse = deepcopy(tokenizer)
-    sparse.get_vocab = lambda: tokenizer.get_vocab() | {"far": 70_000}
-    assert vocabulary_size(tokenizer) == len(tokenizer) == 257 and vocabulary_size(sparse) == 70_001
+    assert vocabulary_size(tokenizer) == len(tokenizer) == 257
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "far": 70_000}, unk_token="<unk>"))
+    sparse = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
+    write(tmp_path / "a.txt", "far")
+    [row] = build(sparse, tmp_path / "a.txt").train
+    assert row["input_ids"].tolist()[:2] == [70_000, 1]
+    tiny = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    assert new_model(ModelArguments("tnt", model_config=tiny), sparse).config.vocab_size == 70_001
 
 
 @pytest.mark.parametrize(
