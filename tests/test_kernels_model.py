@@ -79,6 +79,7 @@ def case_gradient_checkpointing():
     both(USUAL, measure)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def case_the_compiler_goes_around_the_kernels():
     ids = torch.arange(20)[None] % 13

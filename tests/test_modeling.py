@@ -408,8 +408,11 @@ def test_state_and_weights_stay_float32_in_half_precision(tmp_path):
         model.bfloat16()(ids)  # everything in bfloat16, W_init included
 
 
+SLOWER = [pytest.param(*x, marks=pytest.mark.slow) for x in ((0, True), (1, None))]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("padded, dynamic", [(0, None), (0, True), pytest.param(1, None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("padded, dynamic", [(0, None), *SLOWER])
 def test_compiled_training_step(padded, dynamic):
     torch._dynamo.reset()
     model, ids, mask = tiny_model(torch.float32, num_hidden_layers=1).train(), tokens(2, 24), None
