@@ -39,7 +39,8 @@ def data_files(folder: Path) -> dict[str, list[Path]]:
     The readable files below `folder` by split, sorted: tables if there is one, otherwise texts; hidden ones never.
 
     A table belongs to the split that is a word of its name (`test-00000.parquet`, `wiki-test.jsonl`) or what its
-    folder is called, any other file to train.
+    folder is called, a text whose whole name is one, `test.txt`, to that one, and any other file to train: in source
+    trees "test" is part of many names.
 
     Raises:
         ValueError: there is none, or one is a link to a file that is not there.
@@ -59,6 +60,7 @@ def data_files(folder: Path) -> dict[str, list[Path]]:
     for path in sorted(chosen, key=lambda path: path.relative_to(folder).as_posix()):
         names = re.findall("[a-z]+", path.name.lower()) if path in tables else []
         names += [path.parent.name.lower()] if path in tables and path.parent != folder else []
+        names += [path.name.lower().partition(".")[0]] if kind_of(path) == ".txt" else []
         splits.setdefault(next((SPLIT_NAMES[name] for name in names if name in SPLIT_NAMES), "train"), []).append(path)
     return splits
 

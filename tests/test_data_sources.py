@@ -247,9 +247,13 @@ def test_ids_with_holes_fit_into_the_store_and_the_model(tmp_path, tokenizer):
         ("evaluation.jsonl", "test"),
         ("a_dev_2.jsonl", "validation"),
         ("contest.jsonl", "train"),
+        ("test.txt", "test"),
+        ("Valid.txt.gz", "validation"),
+        ("my-test.txt", "train"),
+        ("test.py", "train"),
     ],
 )
-def test_a_split_is_a_word_of_a_table_s_name(tmp_path, name, split):
+def test_a_split_is_a_word_of_a_table_s_name_or_a_text_s_whole_name(tmp_path, name, split):
     write(tmp_path / name, GOOD)
     assert list(data_files(tmp_path)) == [split]
 
