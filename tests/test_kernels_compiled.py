@@ -98,6 +98,7 @@ def case_tensor_cores_multiply_bfloat16_as_it_is():
     assert ".bf16.bf16" in last.asm["ptx"] and ".tf32" not in last.asm["ptx"]
 
 
+@pytest.mark.slow
 def case_a_model_trains_in_bfloat16():
     """Packed documents under autocast, from the projections to the sum of the memories: gradients as near to those in
     float32 as the torch form's, whose matrix products alone are in bfloat16."""

@@ -7,6 +7,7 @@ import pytest
 from tnt_hf.recipes.benchmarks import tptt_table
 
 
+@pytest.mark.slow
 def test_our_side_of_the_table_holds(tmp_path):
     out = tmp_path / "table.json"
     tptt_table.main(["--seeds", "1", "--out", str(out)])  # stops at the first row that misses its target
