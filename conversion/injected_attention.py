@@ -105,7 +105,7 @@ def enter_model(
             elif cache is not None:
                 cache.holds_padding = True
     if mask is not None and "position_ids" in parameters and given.get("position_ids") is None:
-        if not torch.compiler.is_compiling() and _sees_positions(injected) and not bool(mask.all()):
+        if _sees_positions(injected) and (torch.compiler.is_compiling() or not bool(mask.all())):
             given["position_ids"] = (mask.long().cumsum(1) - 1).clamp_min(0)[:, -T:]  # as `generate` counts them
     given[ARGUMENT] = MemoryCall(valid, segment_ids)
     return (), given
@@ -113,8 +113,9 @@ def enter_model(
 
 def _sees_positions(injected: list[nn.Module]) -> bool:
     """Whether positions that count padding would change a result: attention knows distances only, but a linear
-    operator gets keys after RoPE."""
-    return any(bool(x.memory.weight != 0) for x in injected if getattr(x.memory, "keys_after_rope", False))
+    operator and a memory of attention's own keys get them after RoPE. A graph may not ask whether they are open."""
+    memories = [x.memory for x in injected if x.memory.keys_after_rope]
+    return bool(memories) and (torch.compiler.is_compiling() or any(x.is_open() for x in memories))
 
 
 @merge_with_config_defaults

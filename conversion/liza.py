@@ -59,6 +59,10 @@ class LiZAMemory(TNTMixingWeight):
                 nn.init.zeros_(self.decay_proj.weight)
                 nn.init.constant_(self.decay_proj.bias, DECAY_START)
 
+    def is_open(self) -> bool:
+        """Whether it has a say."""
+        return bool(self.weight != 0)
+
     def forward(
         self,
         attn_output: Tensor,

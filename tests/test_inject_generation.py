@@ -91,6 +91,25 @@ def test_rows_at_different_memory_times(kind, config):
         torch.testing.assert_close(logit[valid], logits(model, row[None, : n + 12])[0], **CLOSE)
 
 
+COMPILED = [
+    pytest.param(MODES["liza"], True, id="compiled liza"),
+    pytest.param(MODES["tnt shared"], True, id="compiled tnt shared", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(
+    "config, compiled", [*(pytest.param(x, False, id=name) for name, x in MODES.items()), *COMPILED]
+)
+def test_without_positions_padding_in_front_is_not_counted(config, compiled):
+    torch._dynamo.reset()
+    model, rows = inject(double(), config), [tokens(21), tokens(16, seed=2)]
+    ids, mask = left_padded(rows)
+    call = torch.compile(model, backend="eager") if compiled else model
+    found = logits(call, ids, attention_mask=mask, use_cache=False)
+    for row, logit, valid in zip(rows, found, mask.bool()):
+        torch.testing.assert_close(logit[valid], logits(model, row[None])[0], **CLOSE)
+
+
 @opened
 def test_a_batch_operation_takes_the_memory_along(config):
     model, ids = inject(double(), config), tokens(3, 20)
