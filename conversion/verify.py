@@ -39,6 +39,7 @@ from .verify_files import (
     check_files,
     check_finite,
     memory_state,
+    rounded_to,
     unchanged_positions,
     unlisted,
 )
@@ -125,7 +126,8 @@ def verify_conversion(
             found["probe"]["crossed"] = crossed(config, length)
             # Short inputs, all of whose tokens see in the result what they see in the source.
             n = min(length, 256) if limit is None else max(1, min(length, limit))
-            before, peak = _with_peak(lambda: _observe_source(folder, dtype, ids, noise, n, rows.say))
+            cast = rounded_to(out)
+            before, peak = _with_peak(lambda: _observe_source(folder, dtype, cast, ids, noise, n, rows.say))
             found["probe"]["tolerance"] = before["tolerance"]
             found["accounting"] = {"source": {"peak_anonymous_bytes": peak} | before.pop("accounting")}
             after, peak = _with_peak(
@@ -252,13 +254,18 @@ def _no_bars() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _observe_source(folder: Path, dtype: str, ids: Tensor, noise: Tensor, n: int, say: Callable) -> dict[str, Any]:
+def _observe_source(
+    folder: Path, dtype: str, cast: str | None, ids: Tensor, noise: Tensor, n: int, say: Callable
+) -> dict[str, Any]:
+    """What the result shall equal, computed in `dtype` with weights that were rounded to `cast` as the result's."""
     say("source: loading")
     try:
         with _no_bars():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, cast or dtype)).eval()
     except Exception as error:  # a source that does not load is wrong input, whatever the library raises for it
         raise ValueError(f"source={str(folder)!r} does not load: {type(error).__name__}: {error}") from error
+    for parameter in model.parameters():  # and not buffers: those of RoPE are float32 in every model
+        parameter.data = parameter.data.to(getattr(torch, dtype))
     found = observe(model, ids, noise, n, lambda step: say(f"source: {step}"))
     T = ids.shape[1]
     kv_bytes = sum(key_value_bytes(tnt_config(model.config), T, dtype))

@@ -98,6 +98,15 @@ def unlisted(output: Path) -> str:
     )
 
 
+def rounded_to(output: Path) -> str | None:
+    """The dtype that the conversion was asked to give the base, if its manifest says so."""
+    try:
+        conversion = read_manifest(output)["conversion"]
+        return conversion["dtype"] if conversion["cast"] else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 def check_files(output: Path) -> tuple[bool, dict[str, Any]]:
     """Every file is as the manifest says."""
     problems = check_manifest(output)

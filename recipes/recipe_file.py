@@ -37,10 +37,11 @@ AT_LEAST_1 = (
     "per_device_train_batch_size", "sequence_length", "tokenizer_vocab_size", "train_tokens",
 )  # fmt: skip
 AT_LEAST_0 = (
-    "dataloader_num_workers", "gate_learning_rate", "learning_rate", "max_grad_norm", "memory_learning_rate",
-    "memory_logging_steps", "num_train_epochs", "seed", "warmup_steps", "weight_decay",
+    "adam_epsilon", "dataloader_num_workers", "gate_learning_rate", "learning_rate", "max_grad_norm",
+    "memory_learning_rate", "memory_logging_steps", "num_train_epochs", "seed", "warmup_steps", "weight_decay",
     "window_dropout_warmup_steps",
 )  # fmt: skip
+INTERVALS = ("eval_steps", "logging_steps", "save_steps")  # at 0 or less the library waits for the end of the run
 OURS = (RunArguments, DataArguments, ModelArguments)
 LEAST_TOKENS = 257
 MOST_TOKENS = 1_000_000  # of a vocabulary: the trainer of the tokenizer allocates all of them at once, or aborts
@@ -119,6 +120,12 @@ def read_recipe(arguments: list[str]) -> Recipe:
         for name in names:
             if given.get(name) is not None and given[name] < least:
                 raise ValueError(f"{name}={given[name]!r}: must be at least {least}")
+    for name in INTERVALS:
+        if given.get(name) is not None and not given[name] > 0:
+            raise ValueError(f"{name}={given[name]!r}: must be at least 1, or below 1 a share of the run")
+    for name in ("adam_beta1", "adam_beta2"):
+        if name in given and not 0 <= given[name] < 1:
+            raise ValueError(f"{name}={given[name]!r}: must be at least 0 and below 1")
     choices = {field.name: field.metadata.get("choices") for field in fields(TrainingArguments)}
     for name, value in given.items():  # which the library looks up when everything is loaded
         if choices.get(name) and value is not None and value not in choices[name]:

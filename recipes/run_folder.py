@@ -27,7 +27,8 @@ def check_output(output: Path, given: dict[str, Any]) -> None:
     Raises:
         ValueError: it holds files that no run wrote, or a checkpoint or a model of a run with other settings; or it
             lies in the folder of the data.
-        FileExistsError: it is a file.
+        FileExistsError: it is a file, or lies in one.
+        PermissionError: nothing can be written there.
     """
     for field in ("dataset_name", "eval_dataset_name"):
         data = Path(given.get(field) or "python-stdlib").expanduser()
@@ -38,6 +39,11 @@ def check_output(output: Path, given: dict[str, Any]) -> None:
             )
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"output_dir={str(output)!r}: is a file")
+    there = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise FileExistsError(f"output_dir={str(output)!r}: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"output_dir={str(output)!r}: nothing can be written to {there}")
     found = {path.name for path in output.iterdir()} if output.is_dir() else set()
     found = {name for name in found if not name.startswith(".")}
     if not found - {"converted"}:

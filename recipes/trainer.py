@@ -199,7 +199,8 @@ class RecipeTrainer(ResumableTrainer):
             optimizer = kind([{"params": [nn.Parameter(torch.zeros(1))]}], **options)
             self.create_scheduler(num_training_steps=max(self.args.max_steps, 1), optimizer=optimizer)
         except (ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            names = f"optim={self.args.optim!s}, lr_scheduler_type={self.args.lr_scheduler_type!s}"
+            kinds = {"optim": self.args.optim, "lr_scheduler_type": self.args.lr_scheduler_type}
+            names = ", ".join(f"{name}={getattr(kind, 'value', kind)}" for name, kind in kinds.items())
             raise ValueError(f"{names}: {error}") from error
         self.lr_scheduler = None
 

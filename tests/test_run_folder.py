@@ -109,6 +109,16 @@ with sole_run(Path(sys.argv[1])):
 """
 
 
+def test_a_folder_that_cannot_be_made_is_known_before_anything_is_loaded(tmp_path, monkeypatch):
+    write(tmp_path / "file")
+    with pytest.raises(FileExistsError, match="output_dir='.*file/a/b': .*file is a file"):
+        check_output(tmp_path / "file" / "a" / "b", NOW)
+    check_output(tmp_path / "a" / "b", NOW)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the superuser may write anywhere
+    with pytest.raises(PermissionError, match=f"output_dir='.*a/b': nothing can be written to {tmp_path}"):
+        check_output(tmp_path / "a" / "b", NOW)
+
+
 def test_one_run_at_a_time_and_a_killed_one_is_none(tmp_path):
     output = tmp_path / "run"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, output], stdout=subprocess.PIPE, text=True)

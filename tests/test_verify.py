@@ -43,9 +43,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "initializer_range": 0.15,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
 SOURCES = {
     "llama": LlamaConfig(**SIZES),
@@ -198,8 +196,10 @@ def test_a_rope_that_depends_on_the_length_promises_what_it_can(tmp_path):
     ids=lambda options: next(iter(options)),
 )
 def test_every_kind_of_conversion_keeps_its_promises(pair, tmp_path, options):
-    report = check(pair[0], convert(pair[0], tmp_path / "output", **options))
-    assert failed(report) == set()
+    output = convert(pair[0], tmp_path / "output", **options)
+    for dtype in (None, "float32", "float16") if "dtype" in options else (None,):  # what was cast, in another one too
+        report = check(pair[0], output, dtype=dtype)
+        assert failed(report) == set()
     assert report["memory"] == ("none" if options.get("memory_layers") == [] else "closed")
 
 
