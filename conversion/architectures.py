@@ -101,7 +101,16 @@ def _describe(weight: object) -> str:
 
 
 ARCHITECTURES = {
+    "apertus": Architecture("ApertusAttention"),
+    "arcee": Architecture("ArceeAttention"),
+    "cohere": Architecture("CohereAttention"),
+    "cohere2": Architecture("Cohere2Attention"),
+    "ernie4_5": Architecture("Ernie4_5Attention"),
+    "exaone4": Architecture("Exaone4Attention"),
+    "gemma": Architecture("GemmaAttention"),
     "gemma3_text": Architecture("Gemma3Attention"),
+    "glm": Architecture("GlmAttention"),
+    "glm4": Architecture("Glm4Attention"),
     "gpt2": Architecture("GPT2Attention", "h", "attn", projections=("c_attn", "c_proj"), fused="blocks", conv1d=True),
     "gpt_neox": Architecture(
         "GPTNeoXAttention",
@@ -111,16 +120,25 @@ ARCHITECTURES = {
         fused="per_head",
     ),
     "granite": Architecture("GraniteAttention"),
+    "helium": Architecture("HeliumAttention"),
+    "hunyuan_v1_dense": Architecture("HunYuanDenseV1Attention"),
     "llama": Architecture("LlamaAttention"),
+    "ministral": Architecture("MinistralAttention"),
     "mistral": Architecture("MistralAttention"),
+    "mixtral": Architecture("MixtralAttention"),
     "olmo": Architecture("OlmoAttention"),
     "olmo2": Architecture("Olmo2Attention"),
+    "olmo3": Architecture("Olmo3Attention"),
     "olmoe": Architecture("OlmoeAttention"),
     "phi": Architecture("PhiAttention", projections=("q_proj", "k_proj", "v_proj", "dense")),
     "phi3": Architecture("Phi3Attention", projections=("qkv_proj", "o_proj"), fused="blocks"),
     "qwen2": Architecture("Qwen2Attention"),
+    "qwen2_moe": Architecture("Qwen2MoeAttention"),
     "qwen3": Architecture("Qwen3Attention"),
+    "qwen3_moe": Architecture("Qwen3MoeAttention"),
+    "seed_oss": Architecture("SeedOssAttention"),
     "smollm3": Architecture("SmolLM3Attention"),
+    "starcoder2": Architecture("Starcoder2Attention"),
 }
 
 

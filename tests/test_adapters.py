@@ -16,7 +16,7 @@ from hub_server import HubServer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tokens
-from tiny_hosts import HOSTS, ONE_OF_EACH_LAYOUT, OPEN_LIZA, OPEN_TNT, tiny_host
+from tiny_hosts import OPEN_LIZA, OPEN_TNT, hosts, layouts, tiny_host
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tnt_hf.conversion.adapters import get_tptt_model, lora_config, without_adapters
@@ -82,7 +82,7 @@ def adapter(source, tmp_path_factory):
 # --- what is adapted ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", HOSTS)
+@hosts
 def test_lora_is_on_q_k_v_and_o_and_the_memory_is_trained_in_full(kind):
     model = with_lora(kind)
     row = ARCHITECTURES[kind]
@@ -158,7 +158,7 @@ def test_an_adapter_is_loaded_by_its_folder_alone(kind, operator, tmp_path):
     assert torch.equal(logits(load_injected(tiny_host(kind), tmp_path / "once more")), logits(model))
 
 
-@pytest.mark.parametrize("kind", ONE_OF_EACH_LAYOUT)
+@layouts
 def test_an_adapter_in_bfloat16(kind, tmp_path):
     model = train(with_lora(kind, "mix", torch.bfloat16))
     model.save_pretrained(tmp_path)
@@ -319,7 +319,7 @@ def test_other_settings_and_arguments_are_refused(adapter, source):
 
 
 @pytest.mark.parametrize("operator", ["learned", "tnt"])
-@pytest.mark.parametrize("kind", ONE_OF_EACH_LAYOUT)
+@layouts
 def test_a_whole_injected_model_is_loaded_with_its_memory(kind, operator, tmp_path):
     model = train(inject(tiny_host(kind), OPERATORS[operator]))
     model.save_pretrained(tmp_path)
@@ -422,7 +422,7 @@ def test_damaged_whole_models_are_refused(source, tmp_path):
 # --- merging and taking out -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", HOSTS)
+@hosts
 def test_merged_lora_keeps_the_memory(kind):
     model = train(with_lora(kind, r=2))
     before = logits(model)

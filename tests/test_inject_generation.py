@@ -5,18 +5,7 @@ import copy
 import pytest
 import torch
 from tiny import left_padded, tokens
-from tiny_hosts import (
-    CLOSED,
-    HOSTS,
-    MODES,
-    ONE_OF_EACH_LAYOUT,
-    OPEN_LIZA,
-    OPEN_TNT,
-    OPENED,
-    decode,
-    positions,
-    tiny_host,
-)
+from tiny_hosts import CLOSED, HOSTS, MODES, OPEN_LIZA, OPEN_TNT, OPENED, decode, hosts, layouts, positions, tiny_host
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from tnt_hf import TNTCache, TNTConfig
@@ -27,8 +16,6 @@ from tnt_hf.conversion.injection_config import LiZAConfig
 
 # float64 models, but the hosts' norms, RoPE and softmax round to float32 on the way.
 CLOSE = {"rtol": 0, "atol": 1e-5}
-hosts = pytest.mark.parametrize("kind", HOSTS)
-layouts = pytest.mark.parametrize("kind", ONE_OF_EACH_LAYOUT)
 opened = pytest.mark.parametrize("config", OPENED.values(), ids=OPENED.keys())
 modes = pytest.mark.parametrize("config", MODES.values(), ids=MODES.keys())
 PIECES = [9, 1, 2, 1, 15, 1, 1, 3]  # prompts that end inside a chunk, single tokens, several at once

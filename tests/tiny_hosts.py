@@ -1,6 +1,7 @@
 """Tiny random models of every architecture that `inject` supports, hard to please: large weights, grouped heads, head
 widths that are not hidden / heads, fused and transposed projections, sliding windows of 5 tokens."""
 
+import pytest
 import torch
 from tiny import left_padded
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -41,7 +42,34 @@ HOSTS = {
     "smollm3": {"no_rope_layers": [1, 0]},
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.7},
 }
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+# These share the attention of one above but for norms, biases, RoPE and what is around it.
+LIKE_OTHERS = {
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "arcee": {"head_dim": 12},
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "ernie4_5": {"use_bias": True},
+    "exaone4": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma": {"head_dim": 12},
+    "glm": {"head_dim": 12},
+    "glm4": {"head_dim": 12},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 12},
+    "ministral": {"head_dim": 12, "sliding_window": 5},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 5},
+    "olmo3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "qwen3_moe": {**MOE, "head_dim": 12},
+    "seed_oss": {"head_dim": 12},
+    "starcoder2": {"sliding_window": 5},
+}
+QUICK = ("mixtral",)  # of them: the others' tests are slow ones
+HOST_NAMES = [*HOSTS, *(pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in LIKE_OTHERS)]
+hosts = pytest.mark.parametrize("kind", HOST_NAMES)
+HOSTS |= LIKE_OTHERS
 ONE_OF_EACH_LAYOUT = ("llama", "gemma3_text", "phi3", "gpt_neox", "gpt2")  # separate, windows, both kinds of fusion
+layouts = pytest.mark.parametrize("kind", ONE_OF_EACH_LAYOUT)
 # Chunks and resets that 33 tokens cross several times.
 OPEN_TNT = TNTInjectionConfig(
     memory_gate_init=0.7, global_chunk_size=8, local_chunk_sizes=[2, 4], local_reset_interval=16, memory_conv_kernel=3
