@@ -468,6 +468,7 @@ def test_a_hub_id(tmp_path, source):
 # ----------------------------------------------------------------------------------------------------------- benchmark
 
 
+@pytest.mark.slow  # `tnt bench` runs the suite in test_bench
 def test_the_benchmark_runs_on_a_tiny_shape(tmp_path, capsys):
     """What it measures on an 8B shape is committed; this is the suite, with a process that links."""
     (folder := tmp_path / "folder").mkdir()

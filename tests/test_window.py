@@ -281,8 +281,9 @@ def test_nor_does_it_behind_padding():
     assert window_of(W, q[:, 0], 0, None, 0, valid) is None  # no two blocks are left
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("attention", ["sdpa", pytest.param(blocked_attention.NAME, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", ["sdpa", blocked_attention.NAME])
 def test_a_compiled_training_step_has_as_many_operations_for_any_length(attention):
     """And stops for nothing but what is taken out of the graph on purpose: a layer's memory and its blocks."""
     blocked_attention.register()
