@@ -40,7 +40,10 @@ def test_a_block_that_was_freed_is_used_again():
     assert found["settings"] == {"keeps freed memory": True}
 
 
-@pytest.mark.parametrize("name, value", [("MALLOC_ARENA_MAX", "2"), ("GLIBC_TUNABLES", "glibc.malloc.check=0")])
+@pytest.mark.parametrize(
+    "name, value",
+    [("MALLOC_ARENA_MAX", "2"), pytest.param("GLIBC_TUNABLES", "glibc.malloc.check=0", marks=pytest.mark.slow)],
+)
 def test_settings_of_the_environment_are_left_alone(name, value):
     found = ran(**{name: value})
     assert found["kept"] == [False, False]

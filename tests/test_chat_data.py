@@ -279,6 +279,7 @@ def test_malformed_conversations_name_the_message(messages, message, tmp_path):
         build(bytes_tokenizer(PLAIN_TEMPLATE), path)
 
 
+@pytest.mark.slow
 def test_the_standard_library_makes_conversations(tmp_path):
     text = "class A:\n    @property\n"
     text += '    def two(self):\n        """Give two.\n\n        Always."""\n        return 2  # a pair\n'

@@ -114,6 +114,7 @@ def case_pieces_of_a_prompt_then_token_by_token(name):
     both(name, measure)
 
 
+@pytest.mark.slow
 def case_a_program_has_the_kernels_behind_its_operators(monkeypatch):
     model = tiny_model(torch.float32, **SHAPE, **VARIANTS[USUAL], memory_implementation="triton")
     ids = torch.arange(40).view(2, 20) % 13

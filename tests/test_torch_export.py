@@ -159,6 +159,7 @@ def test_an_injected_model():
         torch.testing.assert_close(results(exported, other)["logits"], results(model, inputs)["logits"], **EXACT)
 
 
+@pytest.mark.slow
 def test_a_saved_program_runs_where_the_package_is_imported(tmp_path):
     model = tiny_model(num_hidden_layers=1)
     made = DynamoExporter().export_program(model, dict(SAMPLE), DynamoConfig(dynamic=True))[0]
