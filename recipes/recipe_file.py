@@ -41,7 +41,7 @@ AT_LEAST_0 = (
     "memory_learning_rate", "memory_logging_steps", "num_train_epochs", "seed", "warmup_steps", "weight_decay",
     "window_dropout_warmup_steps",
 )  # fmt: skip
-INTERVALS = ("eval_steps", "logging_steps", "save_steps")  # at 0 or less the library waits for the end of the run
+INTERVALS = ("eval_steps", "logging_steps", "save_steps")  # at 0 or less the library means something else
 OURS = (RunArguments, DataArguments, ModelArguments)
 LEAST_TOKENS = 257
 MOST_TOKENS = 1_000_000  # of a vocabulary: the trainer of the tokenizer allocates all of them at once, or aborts

@@ -37,8 +37,6 @@ def check_output(output: Path, given: dict[str, Any]) -> None:
                 f"output_dir={str(output)!r}: lies in {field}={given[field]!r}, so what the run writes would be read"
                 " as data; choose a folder outside"
             )
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"output_dir={str(output)!r}: is a file")
     there = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not there.is_dir():
         raise FileExistsError(f"output_dir={str(output)!r}: {there} is a file")
