@@ -10,7 +10,6 @@ from transformers.cache_utils import Cache
 
 from tnt_hf.branch_tnt import TNTMemory
 from tnt_hf.configuration_tnt import TNTConfig
-from tnt_hf.gate_tnt import CLOSED_BY
 from tnt_hf.precision_tnt import wide
 
 from .memory_tensors import WIDE, InitialValues
@@ -29,10 +28,8 @@ class InjectedTNTMemory(TNTMemory):
         return self.shared
 
     def is_open(self) -> bool:
-        """Whether it has a say: what closes the gate is not 0, or something was added to it, such as an adapter."""
-        closing = CLOSED_BY.get(self.gate.kind, "").partition(".")[0]
-        tensors = [*self.gate.named_parameters(), *self.gate.named_buffers()]
-        return not closing or any(bool(x.any()) for name, x in tensors if name.partition(".")[0] == closing)
+        """Whether it has a say."""
+        return not self.gate.is_closed()
 
     def forward(
         self,

@@ -8,7 +8,6 @@ Axis legend
 """
 
 import inspect
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from tnt_hf.branch_tnt import TNTMemory
 from tnt_hf.conversion.ablations import gates
 from tnt_hf.conversion.liza import LiZAMemory
-from tnt_hf.gate_tnt import CLOSED_BY, TNTMemoryGate
+from tnt_hf.gate_tnt import TNTMemoryGate
 from tnt_hf.unit_tnt import TNTMemoryUnit
 
 
@@ -41,9 +40,7 @@ def all_closed(model: nn.Module) -> bool:
     """Whether no gate of a TNT model lets anything of its memory through, as where a conversion starts: the memories'
     gradients are 0."""
     found = gates(model)
-    return bool(found) and not any(
-        gate.kind not in CLOSED_BY or bool(attrgetter(CLOSED_BY[gate.kind])(gate).any()) for gate in found
-    )
+    return bool(found) and all(gate.is_closed() for gate in found)
 
 
 def memory_statistics(model: nn.Module, row: dict[str, Tensor]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from hub_server import HubServer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tokens
-from tiny_hosts import OPEN_LIZA, OPEN_TNT, hosts, layouts, tiny_host
+from tiny_hosts import HOSTS, OPEN_LIZA, OPEN_TNT, hosts, layouts, tiny_host
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tnt_hf.conversion.adapters import get_tptt_model, lora_config, without_adapters
@@ -80,6 +80,10 @@ def adapter(source, tmp_path_factory):
 
 
 # --- what is adapted ------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_host_of_every_architecture():
+    assert set(HOSTS) == set(ARCHITECTURES)
 
 
 @hosts

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import left_padded, tokens
 from tiny_hosts import CLOSED, HOSTS, MODES, OPEN_LIZA, OPEN_TNT, OPENED, decode, hosts, layouts, positions, tiny_host
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
@@ -11,7 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from tnt_hf import TNTCache, TNTConfig
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion import inject, unload
-from tnt_hf.conversion.injection_config import LiZAConfig
+from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig
 
 
 # float64 models, but the hosts' norms, RoPE and softmax round to float32 on the way.
@@ -76,25 +77,6 @@ def test_rows_at_different_memory_times(kind, config):
     found, _ = decode(model, ids, [9, ids.shape[1] - 14, 1, 1, 3], mask)
     for row, n, logit, valid in zip(rows, length, found, mask.bool()):
         torch.testing.assert_close(logit[valid], logits(model, row[None, : n + 12])[0], **CLOSE)
-
-
-COMPILED = [
-    pytest.param(MODES["liza"], True, id="compiled liza"),
-    pytest.param(MODES["tnt shared"], True, id="compiled tnt shared", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(
-    "config, compiled", [*(pytest.param(x, False, id=name) for name, x in MODES.items()), *COMPILED]
-)
-def test_without_positions_padding_in_front_is_not_counted(config, compiled):
-    torch._dynamo.reset()
-    model, rows = inject(double(), config), [tokens(21), tokens(16, seed=2)]
-    ids, mask = left_padded(rows)
-    call = torch.compile(model, backend="eager") if compiled else model
-    found = logits(call, ids, attention_mask=mask, use_cache=False)
-    for row, logit, valid in zip(rows, found, mask.bool()):
-        torch.testing.assert_close(logit[valid], logits(model, row[None])[0], **CLOSE)
 
 
 @opened
@@ -336,6 +318,42 @@ def test_left_padding_without_positions_changes_nothing(kind):
     cache = model(ids[:, :30], attention_mask=mask[:, :30], use_cache=True).past_key_values
     later = logits(model, ids[:, 30:], attention_mask=mask, past_key_values=cache)
     torch.testing.assert_close(later, expected[:, 30:], **CLOSE)
+
+
+COMPILED = [
+    pytest.param(MODES["liza"], True, id="compiled liza"),
+    pytest.param(MODES["tnt shared"], True, id="compiled tnt shared", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(
+    "config, compiled", [*(pytest.param(x, False, id=name) for name, x in MODES.items()), *COMPILED]
+)
+def test_without_positions_padding_in_front_is_not_counted(config, compiled):
+    torch._dynamo.reset()
+    model, rows = inject(double(), config), [tokens(21), tokens(16, seed=2)]
+    ids, mask = left_padded(rows)
+    call = torch.compile(model, backend="eager") if compiled else model
+    found = logits(call, ids, attention_mask=mask, use_cache=False)
+    for row, logit, valid in zip(rows, found, mask.bool()):
+        torch.testing.assert_close(logit[valid], logits(model, row[None])[0], **CLOSE)
+
+
+@torch.no_grad()
+def test_a_closed_memory_leaves_positions_as_they_are():
+    """The library's own would be other bits: RoPE rounds them."""
+    model, (ids, mask) = double(), left_padded([tokens(21), tokens(16, seed=2)])
+    expected = logits(model, ids, attention_mask=mask)[mask.bool()]
+    assert not torch.equal(
+        logits(model, ids, attention_mask=mask, position_ids=positions(mask))[mask.bool()], expected
+    )
+    config = TNTInjectionConfig(memory_projections="shared", memory_gate="product", global_chunk_size=8)
+    inject(model, config)
+    assert torch.equal(logits(model, ids, attention_mask=mask)[mask.bool()], expected)
+    memories = [layer.self_attn.memory for layer in model.model.layers]
+    assert not any(memory.is_open() for memory in memories)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["gate.proj"]))  # which opens them as it learns
+    assert all(memory.is_open() for memory in memories)
 
 
 def test_attention_drops_out_in_blocks_and_where_the_host_trains():

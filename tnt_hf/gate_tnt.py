@@ -118,6 +118,12 @@ class TNTMemoryGate(TNTMixingWeight):
             self.weight = nn.Buffer(torch.full((), float(self.start), dtype=dtype))
             self.is_memory_as_gate = True
 
+    def is_closed(self) -> bool:
+        """Whether memory has no say: all that is there in place of the tensor that silences it, adapters too, is 0."""
+        closing = CLOSED_BY.get(self.kind, "").partition(".")[0]
+        tensors = [*self.named_parameters(), *self.named_buffers()]
+        return bool(closing) and not any(bool(x.any()) for name, x in tensors if name.partition(".")[0] == closing)
+
     def forward(self, attn: Tensor | None, memory: Tensor, hidden_states: Tensor) -> Tensor:
         """attn (`None`: memory alone, gate "add" only) and memory `[B, T, Q]`, hidden_states `[B, T, hidden]`."""
         if self.kind == "add":
