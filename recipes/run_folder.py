@@ -12,9 +12,9 @@ RESOLVED = "recipe.yaml"  # the settings of a run, in its output_dir
 LOCK = ".tnt-train.lock"
 # What may differ between a run and its continuation.
 FREE = (
-    "disable_tqdm", "eval_on_start", "eval_steps", "eval_strategy", "log_level", "logging_first_step", "logging_steps",
-    "memory_logging_steps", "output_dir", "plots", "report_to", "resume_from_checkpoint", "run_name", "save_steps",
-    "save_strategy", "save_total_limit",
+    "disable_tqdm", "enable_jit_checkpoint", "eval_on_start", "eval_steps", "eval_strategy", "log_level",
+    "logging_first_step", "logging_steps", "memory_logging_steps", "output_dir", "plots", "report_to",
+    "resume_from_checkpoint", "run_name", "save_steps", "save_strategy", "save_total_limit",
 )  # fmt: skip
 # What a run leaves that ended before it saved anything to go on from: the folder is still free for another one.
 UNFINISHED = (RESOLVED, "converted", "gates.png", "loss.png", "runs", "training_log.jsonl")

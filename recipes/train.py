@@ -20,6 +20,7 @@ from tnt_hf.recipes.allocator import keep_freed_memory
 from tnt_hf.recipes.arguments import DataArguments, ModelArguments, RunArguments
 from tnt_hf.recipes.recipe_file import packaged_recipes
 from tnt_hf.recipes.run_folder import check_output, check_unused, claim_output, sole_run
+from tnt_hf.termination import Terminated
 
 
 # The fields of TrainingArguments that recipes use most, with the default of a recipe; a test compares them.
@@ -41,6 +42,7 @@ TRAINER_HELP = {
     "eval_strategy": ("no", "steps or epoch: evaluate while training, needs eval_split or eval_share"),
     "save_steps": (500, "steps between two checkpoints"),
     "save_total_limit": (None, "checkpoints to keep"),
+    "enable_jit_checkpoint": (False, "on SIGTERM save a checkpoint at the end of the step, then stop"),
     "resume_from_checkpoint": (None, "a checkpoint, or never; by default the newest complete one in output_dir"),
     "report_to": ("tensorboard", "tensorboard, trackio, wandb, ... or none"),
     "seed": (0, "of everything that is random"),
@@ -50,7 +52,7 @@ TRAINER_HELP = {
 def main(arguments: list[str] | None = None) -> int:
     """
     Runs a recipe. Returns the exit status: 0; 2 for a mistake in the input; 1 if a loss or a gradient was no finite
-    number; 130 if the user stopped it. All are told in one line.
+    number; 130 if the user stopped it, 143 if SIGTERM did (`enable_jit_checkpoint`). All are told in one line.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or {"-h", "--help", "--help-all"} & set(arguments):
@@ -60,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         train(arguments)
     except KeyboardInterrupt as error:
         print(f"tnt train: {str(error) or 'stopped by the user before the first step'}", file=sys.stderr)
-        return 130
+        return 143 if isinstance(error, Terminated) else 130
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"tnt train: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, FloatingPointError) else 2
@@ -82,7 +84,7 @@ def train(arguments: list[str]) -> dict[str, float]:
         ValueError: a setting, the data or a model is not acceptable, or `output_dir` belongs to another run.
         OSError: something cannot be read or written.
         FloatingPointError: a loss or a gradient was no finite number.
-        KeyboardInterrupt: the user stopped it; says where, and where it would go on.
+        KeyboardInterrupt: the user stopped it, or SIGTERM did ([`Terminated`]); says where, and where it would go on.
     """
     recipe, trainer, facts = prepare(arguments)
     output, first = Path(trainer.args.output_dir), trainer.is_world_process_zero()
@@ -93,7 +95,8 @@ def train(arguments: list[str]) -> dict[str, float]:
         try:
             metrics = trainer.fit(resume=trainer.args.resume_from_checkpoint or "auto", facts=facts)
         except KeyboardInterrupt as error:
-            raise KeyboardInterrupt(_stopped(output, trainer.state.global_step)) from error
+            by = "SIGTERM" if isinstance(error, Terminated) else "the user"
+            raise type(error)(_stopped(by, output, trainer.state.global_step)) from error
     if first:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         before = "no step was left to train; " if trainer.had_ended else ""
@@ -101,12 +104,12 @@ def train(arguments: list[str]) -> dict[str, float]:
     return metrics
 
 
-def _stopped(output: Path, step: int) -> str:
+def _stopped(by: str, output: Path, step: int) -> str:
     from tnt_hf.recipes.checkpoints import latest_complete_checkpoint
 
     newest = latest_complete_checkpoint(output)
     after = "starts again, no checkpoint was saved" if newest is None else f"goes on from {newest.name}"
-    return f"stopped by the user after step {step}; the same command {after}"
+    return f"stopped by {by} after step {step}; the same command {after}"
 
 
 def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:

@@ -26,6 +26,7 @@ from tnt_hf.recipes.memory_statistics import first_row, memory_statistics
 from tnt_hf.recipes.models import finished
 from tnt_hf.recipes.objectives import next_token, next_token_sums
 from tnt_hf.recipes.packing import FILLER
+from tnt_hf.recipes.preemption import CheckpointOnTermination
 from tnt_hf.recipes.run_record import RECORD, count_parameters, write_run_record
 from tnt_hf.recipes.training_plots import draw_plots
 
@@ -93,6 +94,9 @@ class RecipeTrainer(ResumableTrainer):
         args.logging_nan_inf_filter = False  # it would hide a loss that is no number
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = False  # a search in every step for what is not there
+        on_termination, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # or Trainer would, in its way
+        if on_termination:
+            callbacks = [*(callbacks or ()), CheckpointOnTermination()]
         super().__init__(
             model=model,
             args=args,
@@ -104,6 +108,7 @@ class RecipeTrainer(ResumableTrainer):
             groups=groups,
             data_state=data_state,
         )
+        args.enable_jit_checkpoint = on_termination
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not self.is_fsdp_enabled:
             raise ValueError(
                 f"distributed_type=FSDP: accelerate leaves it out on {self.args.world_size} x {self.args.device}, and"
@@ -146,8 +151,9 @@ class RecipeTrainer(ResumableTrainer):
         try:
             self.train_exactly(resume)
         finally:
-            for callback in self._window_dropouts():
-                callback.restore()
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, (WindowDropout, CheckpointOnTermination)):
+                    callback.restore()
             self._draw()
         counts, metrics = count_parameters(self.model), self._metrics()
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # no autocast from here on

@@ -25,6 +25,7 @@ from tnt_hf.recipes.checkpoints import latest_complete_checkpoint
 from tnt_hf.recipes.converted import convert_once
 from tnt_hf.recipes.recipe_file import read_recipe
 from tnt_hf.recipes.train import main, prepare, train
+from tnt_hf.recipes.trainer import RecipeTrainer
 
 
 SIZES = "--hidden_size 32 --intermediate_size 48 --num_hidden_layers 2 --num_attention_heads 2 --initializer_range 0.1"
@@ -495,6 +496,24 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(folder, capfd, interrup
     assert told and int(told[2]) == 2 * (int(told[1]) // 2) > 0
     assert "Traceback" not in error and not Path("stopped/.tnt-train.lock").exists()
     assert latest_complete_checkpoint("stopped").name == f"checkpoint-{told[2]}"
+
+
+def test_sigterm_is_one_line_and_the_same_command_goes_on(folder, capfd, monkeypatch):
+    words = f"--dataset_name text --model tnt --max_steps 4 {NEW} {MEMORY} {COMMON} --output_dir terminated".split()
+    step = RecipeTrainer.training_step
+
+    def terminated(self, *inputs, **options):
+        if self.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *inputs, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "training_step", terminated)
+        assert main([*words, "--enable_jit_checkpoint", "true"]) == 143
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    assert error == "tnt train: stopped by SIGTERM after step 3; the same command goes on from checkpoint-3"
+    assert main(words) == 0
+    assert json.loads(Path("terminated/training.json").read_text())["steps"] == 4
 
 
 def test_a_run_that_has_ended_says_so(folder, capfd):

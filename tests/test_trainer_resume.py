@@ -65,9 +65,14 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
     assert killer(tmp_path, "steps", "saves", "full", "ranks") == "5 deaths"
 
 
+def test_sigterm_leaves_a_checkpoint_and_the_run_goes_on_to_the_bit(tmp_path):
+    """`enable_jit_checkpoint`: amid a step, after one, after the last, in an evaluation, in one of two processes."""
+    assert killer(tmp_path, "sigterm") == "5 deaths"
+
+
 @pytest.mark.slow
 def test_a_run_killed_anywhere_ends_as_if_nothing_had_happened(tmp_path):
-    assert int(killer(tmp_path, "steps", "saves", "ranks", "every").split()[0]) > 100
+    assert int(killer(tmp_path, "steps", "saves", "ranks", "sigterm", "every").split()[0]) > 100
 
 
 # --- which checkpoint ---

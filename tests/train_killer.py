@@ -1,6 +1,7 @@
 """Training runs that die, each in a process of its own, and what is left of them.
 
-Usage: train_killer.py FOLDER PART..., with the parts `steps`, `saves`, `full`, `ranks`; `every` makes them thorough.
+Usage: train_killer.py FOLDER PART..., with the parts `steps`, `saves`, `full`, `ranks`, `sigterm`; `every` makes them
+thorough.
 
 After each death the next run must go on and end with the same weights, optimizer, random states and log as a run that
 nobody killed, to the bit. Prints the number of deaths.
@@ -24,10 +25,11 @@ from transformers import TrainerCallback, TrainingArguments
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule, WindowDropout
-from tnt_hf.recipes.checkpoints import checkpoints, fault
+from tnt_hf.recipes.checkpoints import checkpoints, fault, latest_complete_checkpoint
 from tnt_hf.recipes.objectives import next_token
 from tnt_hf.recipes.optimization import parameter_groups
 from tnt_hf.recipes.trainer import RecipeTrainer
+from tnt_hf.termination import Terminated
 
 
 STEPS, SAVE_STEPS, LOGGING_STEPS = 8, 3, 2  # logs and saves at different steps, so that a log spans a death
@@ -52,15 +54,15 @@ MOMENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmt
 
 
 class Die(TrainerCallback):
-    """SIGKILL when `step` optimizer steps are done: "step", before anything is logged or saved; "substep", in the
-    middle of the next one."""
+    """SIGKILL, or another signal, when `step` optimizer steps are done: "step", before anything is logged or saved;
+    "substep", in the middle of the next one; "evaluation"."""
 
-    def __init__(self, step: int, moment: str):
-        self.step, self.moment = step, moment
+    def __init__(self, step: int, moment: str, number: int = signal.SIGKILL):
+        self.step, self.moment, self.number = step, moment, number
 
     def _die(self, state):
         if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
 
     def on_substep_end(self, args, state, control, **kwargs):
         if self.moment == "substep":
@@ -68,6 +70,10 @@ class Die(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.moment == "step":
+            self._die(state)
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if self.moment == "evaluation":
             self._die(state)
 
 
@@ -235,6 +241,47 @@ def fill_the_disk(folder: Path) -> None:
     assert fault(where / f"checkpoint-{SAVE_STEPS}") is None
 
 
+# --- SIGTERM ---
+
+
+def stops(folder: Path, cases, **options) -> None:
+    """It stops by SIGTERM after so many steps, or as many processes as there are cases do, and leaves a checkpoint."""
+
+    def work(rank=0):
+        step, moment = cases[rank]
+        run = trainer(folder, more=[Die(step, moment, signal.SIGTERM)], enable_jit_checkpoint=True, **options)
+        try:
+            run.fit()
+        except Terminated:
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            return
+        raise AssertionError("it went on")
+
+    assert (ranks(work, len(cases)) if len(cases) > 1 else [in_a_child(work)]) == [0] * len(cases)
+
+
+def terminate(folder: Path, expected: dict, every: bool) -> int:
+    """Each run stops after the step, with a checkpoint, and goes on to the bit; the last has no step left."""
+    where, evaluated = folder / "terminated", {"eval_strategy": "steps", "eval_steps": 5}
+    cases = [(0, "substep"), (SAVE_STEPS, "step"), (STEPS, "step")] + [(4, "substep"), (5, "step")] * every
+    for step, moment in cases:
+        stops(where, [(step, moment)])
+        step += moment == "substep"
+        assert latest_complete_checkpoint(where).name == f"checkpoint-{step}"
+        assert not (where / "training.json").exists()  # it has not ended
+        assert in_a_child(lambda: trainer(where).fit()) == 0
+        check(where, expected)
+    stops(where, [(5, "evaluation")], **evaluated)
+    assert latest_complete_checkpoint(where).name == "checkpoint-5"
+    assert any("eval_loss" in entry for entry in log_of(where))
+    shutil.rmtree(where)
+    stops(
+        where, [(-1, "step"), (4, "substep")], gradient_accumulation_steps=2
+    )  # the other of two processes hears of it
+    assert latest_complete_checkpoint(where).name == "checkpoint-5"
+    return len(cases) + 2
+
+
 # --- two processes ---
 
 
@@ -351,6 +398,8 @@ def main(folder: Path, parts: list[str]) -> None:
     if "ranks" in parts:
         two_ranks(folder)
         deaths += die_in_ranks(folder) if "every" in parts else 0
+    if "sigterm" in parts:
+        deaths += terminate(folder, expected, "every" in parts)
     print(deaths, "deaths")
 
 

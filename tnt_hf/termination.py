@@ -6,6 +6,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM stopped a training, after a checkpoint."""
+
+
 @contextmanager
 def orderly_termination() -> Iterator[None]:
     """In here both signals raise `SystemExit` with the status a shell gives them. What is ignored stays so (nohup)."""
