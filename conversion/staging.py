@@ -89,6 +89,8 @@ def target_of(output: str | os.PathLike) -> Path:
         target = Path(output).resolve()
     except (RuntimeError, OSError) as error:  # the former of Python up to 3.12
         raise ValueError(f"output={str(output)!r}: leads nowhere ({error})") from None
+    if any(path.is_symlink() for path in (target, *target.parents)):  # which later ones leave as they are
+        raise ValueError(f"output={str(output)!r}: leads nowhere (a link to itself)")
     check_text("output", str(target))
     return target
 
