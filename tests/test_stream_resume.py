@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 
 import datasets
@@ -93,7 +94,7 @@ def test_shuffling_loses_and_repeats_no_row(shuffled_rows):
 
 
 def given_out(rows: RowStream, workers: int) -> list[list[int]]:
-    return ids(DataLoader(rows, batch_size=1, num_workers=workers, collate_fn=lambda rows: rows[0]))
+    return ids(DataLoader(rows, batch_size=1, num_workers=workers, collate_fn=itemgetter(0)))
 
 
 def test_workers_divide_the_documents(folder):
