@@ -52,4 +52,6 @@ class CheckpointOnTermination(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if self._received:
+            if dist.is_initialized():
+                dist.barrier()  # the first process declares the checkpoint complete; to leave before would end it, too
             raise Terminated
