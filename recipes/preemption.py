@@ -26,10 +26,11 @@ class CheckpointOnTermination(TrainerCallback):
     """
 
     def __init__(self):
-        self._received, self._before = False, None
+        self._received, self._agreed, self._before = False, False, None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._received, self._before = False, signal.signal(signal.SIGTERM, self._receive)
+        self._received, self._agreed = False, False
+        self._before = signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = True
@@ -42,16 +43,17 @@ class CheckpointOnTermination(TrainerCallback):
             self._before = None
 
     def on_step_end(self, args, state, control, **kwargs):
+        self._agreed = self._received
         if dist.is_initialized():
             anywhere = torch.tensor(int(self._received), device=args.device)
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-            self._received = bool(anywhere)
-        control.should_save |= self._received
+            self._agreed = bool(anywhere)
+        control.should_save |= self._agreed
 
     on_evaluate = on_step_end
 
     def on_save(self, args, state, control, **kwargs):
-        if self._received:
+        if self._agreed:
             if dist.is_initialized():
                 dist.barrier()  # the first process declares the checkpoint complete; to leave before would end it, too
             raise Terminated

@@ -57,7 +57,7 @@ MOMENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmt
 
 class Die(TrainerCallback):
     """SIGKILL, or another signal, when `step` optimizer steps are done: "step", before anything is logged or saved;
-    "substep", in the middle of the next one; "evaluation"."""
+    "substep", in the middle of the next one; "evaluation"; "save", after one."""
 
     def __init__(self, step: int, moment: str, number: int = signal.SIGKILL):
         self.step, self.moment, self.number = step, moment, number
@@ -72,6 +72,10 @@ class Die(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.moment == "step":
+            self._die(state)
+
+    def on_save(self, args, state, control, **kwargs):
+        if self.moment == "save":
             self._die(state)
 
     def on_prediction_step(self, args, state, control, **kwargs):
@@ -281,11 +285,11 @@ def terminate(folder: Path, expected: dict, every: bool) -> int:
     assert latest_complete_checkpoint(where).name == "checkpoint-5"
     assert any("eval_loss" in entry for entry in log_of(where))
     shutil.rmtree(where)
-    stops(
-        where, [(-1, "step"), (4, "substep")], gradient_accumulation_steps=2
-    )  # the other of two processes hears of it
-    assert latest_complete_checkpoint(where).name == "checkpoint-5"
-    return len(cases) + 2
+    for number, moment in ((4, "substep"), (SAVE_STEPS, "save")):  # the other of two processes hears of it
+        stops(where, [(-1, "step"), (number, moment)], gradient_accumulation_steps=2)
+        assert latest_complete_checkpoint(where).name == f"checkpoint-{number + 1}"
+        shutil.rmtree(where)
+    return len(cases) + 3
 
 
 # --- two processes ---
