@@ -40,18 +40,11 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
     if value("hub_token") is not None:
         raise ValueError("hub_token: settings are written down with the run, so no secret; set HF_TOKEN, or log in")
     if value("auto_find_batch_size"):
-        refuse(
-            "auto_find_batch_size", "would change the batch in the run, so its steps would not be those written down"
-        )
+        refuse("auto_find_batch_size", "would change the batch in the run, away from the one written down")
     if value("greater_is_better"):
         refuse("greater_is_better", "an evaluation gives eval_loss only, and would keep the worst")
-    if (
-        value("load_best_model_at_end")
-        and getattr(value("eval_strategy"), "value", value("eval_strategy") or "no") == "no"
-    ):
-        refuse(
-            "load_best_model_at_end", "needs evaluations; give eval_strategy, with save_strategy and steps to match"
-        )
+    if value("load_best_model_at_end") and (value("eval_strategy") or "no") == "no":
+        refuse("load_best_model_at_end", "needs evaluations; give eval_strategy, and save_strategy to match")
     if value("tokenizer") is not None and value("tokenizer_vocab_size") is not None:
         refuse("tokenizer_vocab_size", "trains a tokenizer, but tokenizer names one: give one of them")
 

@@ -132,14 +132,12 @@ def read_recipe(arguments: list[str]) -> Recipe:
             raise ValueError(f"{name}={value!r}: must be one of {', '.join(choices[name])}")
     if given.get("use_liger_kernel") and not find_spec("liger_kernel"):
         raise ValueError("use_liger_kernel=True: needs the package liger-kernel, which is not installed")
-    if (given.get("torch_compile_backend") or "inductor") == "inductor" and given.get(
-        "torch_compile_mode"
-    ) is not None:
-        from torch._inductor import list_mode_options  # imported here, as it takes its time
+    mode = given.get("torch_compile_mode")
+    if mode is not None and given.get("torch_compile_backend") in (None, "inductor"):
+        from torch._inductor import list_mode_options  # here: it takes its time
 
-        if given["torch_compile_mode"] not in list_mode_options():
-            modes = ", ".join(list_mode_options())
-            raise ValueError(f"torch_compile_mode={given['torch_compile_mode']!r}: must be one of {modes}")
+        if mode not in list_mode_options():
+            raise ValueError(f"torch_compile_mode={mode!r}: must be one of {', '.join(list_mode_options())}")
     if given.get("max_steps", -1) < 1 and given.get("max_steps", -1) != -1:  # which the library would not obey
         raise ValueError(f"max_steps={given['max_steps']!r}: must be at least 1, or -1 for whole epochs")
     if not LEAST_TOKENS <= (given.get("tokenizer_vocab_size") or LEAST_TOKENS) <= MOST_TOKENS:

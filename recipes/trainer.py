@@ -146,6 +146,7 @@ class RecipeTrainer(ResumableTrainer):
         Raises:
             ValueError: a checkpoint that is not complete or belongs to a run with other settings.
             FloatingPointError: a loss, also of an evaluation, or a gradient was not finite.
+            Terminated: SIGTERM stopped it, after a checkpoint (`enable_jit_checkpoint`, [`CheckpointOnTermination`]).
             OSError: a checkpoint or the model could not be written.
         """
         try:
