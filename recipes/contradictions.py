@@ -39,6 +39,17 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
         refuse("push_to_hub", "would upload checkpoints that nobody checked; use tnt push when the run has ended")
     if value("hub_token") is not None:
         raise ValueError("hub_token: settings are written down with the run, so no secret; set HF_TOKEN, or log in")
+    for name in given:
+        if name.startswith("hub_") and value(name):
+            refuse(name, "has no effect, as a run uploads nothing; use tnt push when it has ended")
+    if value("optim_target_modules"):
+        refuse("optim_target_modules", "has no effect: which weights have which optimizer is the recipe's")
+    if value("eval_steps") and "eval_strategy" not in given:
+        refuse("eval_steps", "has no effect without eval_strategy=steps")
+    recomputing = ("activation_checkpointing", "gradient_checkpointing")
+    for name in recomputing:
+        if value(f"{name}_kwargs") and not any(map(value, recomputing)):
+            refuse(f"{name}_kwargs", f"has no effect without {name}")
     if value("auto_find_batch_size"):
         refuse("auto_find_batch_size", "would change the batch in the run, away from the one written down")
     if value("greater_is_better"):
@@ -74,7 +85,7 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
         refuse("lora", f"has no effect with trainable={trainable!r}; use trainable='lora'")
     if mode == "align" and trainable != "memory":
         refuse("trainable", "mode='align' trains the memory and its gates only; use trainable='memory'")
-    for name in ("activation_checkpointing", "gradient_checkpointing"):
+    for name in recomputing:
         if mode == "align" and value(name):
             refuse(name, "would recompute layers without the inputs that mode='align' gives them")
     if value("teacher") is not None and mode not in ("align", "distill"):

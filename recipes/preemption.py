@@ -4,11 +4,16 @@
 after it cannot tell such a run from one that has ended.
 """
 
+import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers.trainer_callback import TrainerCallback
 
 from tnt_hf.termination import Terminated
@@ -27,20 +32,34 @@ class CheckpointOnTermination(TrainerCallback):
 
     def __init__(self):
         self._received, self._agreed, self._before = False, False, None
+        self._training = torch.zeros((), dtype=torch.bool).share_memory_()  # for the processes that load data
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._received, self._agreed = False, False
+        self._training.fill_(True)
         self._before = signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = True
-        self.restore()
+        self._hand_back()
 
     def restore(self) -> None:
-        """Hands the signal back."""
+        """Hands the signal back, here and in the processes that load data."""
+        self._training.fill_(False)
+        self._hand_back()
+
+    def _hand_back(self) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
+
+    def shield(self, loader: DataLoader) -> None:
+        """SIGTERM does not end the processes that load data while the training goes on, which would fail without
+        them: clusters send it to every process of a job."""
+        loader = getattr(loader, "base_dataloader", loader)  # inside of accelerate's
+        first = loader.worker_init_fn
+        if loader.num_workers and getattr(first, "func", None) is not _begin_shielded:
+            loader.worker_init_fn = partial(_begin_shielded, self._training, first)
 
     def on_step_end(self, args, state, control, **kwargs):
         self._agreed = self._received
@@ -57,3 +76,14 @@ class CheckpointOnTermination(TrainerCallback):
             if dist.is_initialized():
                 dist.barrier()  # the first process declares the checkpoint complete; to leave before would end it, too
             raise Terminated
+
+
+def _begin_shielded(training: Tensor, first: Callable | None, worker: int) -> None:
+    def on_termination(number: int, frame: FrameType | None) -> None:
+        if not training:  # the training's process has no use for this one any more, and waits for its end
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, on_termination)
+    if first is not None:
+        first(worker)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import TrainerCallback
@@ -228,6 +229,16 @@ class RecipeTrainer(ResumableTrainer):
             )
         return batches, num_items
 
+    def get_train_dataloader(self):
+        """As `Trainer`; with `enable_jit_checkpoint` its workers outlive SIGTERM."""
+        return self._shielded(super().get_train_dataloader())
+
+    def _shielded(self, loader: DataLoader) -> DataLoader:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, CheckpointOnTermination):
+                callback.shield(loader)
+        return loader
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         """One batch, forward and backward."""
         self._batch = inputs
@@ -326,7 +337,7 @@ class RecipeTrainer(ResumableTrainer):
         """As `Trainer`, but of all rows: `dataloader_drop_last` is about the batches of training."""
         dropped, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
         try:
-            return super().get_eval_dataloader(eval_dataset)
+            return self._shielded(super().get_eval_dataloader(eval_dataset))
         finally:
             self.args.dataloader_drop_last = dropped
 

@@ -244,6 +244,13 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
         ("--output_dir=", "output_dir=None: must name a folder"),
         ("--dataset_name=", "dataset_name='': must name a file, a folder or a dataset"),
         ("--push_to_hub", "push_to_hub=True: would upload checkpoints that nobody checked"),
+        ("--hub_model_id me/memory", "hub_model_id='me/memory': has no effect, as a run uploads nothing"),
+        ("--optim_target_modules all-linear", "optim_target_modules='all-linear': has no effect"),
+        ("--eval_steps 5", "eval_steps=5: has no effect without eval_strategy=steps"),
+        (
+            "--gradient_checkpointing_kwargs.use_reentrant true",
+            "gradient_checkpointing_kwargs={'use_reentrant': True}: has no effect without gradient_checkpointing",
+        ),
         ("--auto_find_batch_size", "auto_find_batch_size=True: would change the batch in the run"),
         ("--greater_is_better true", "greater_is_better=True: an evaluation gives eval_loss only"),
         ("--load_best_model_at_end", "load_best_model_at_end=True: needs evaluations; give eval_strategy"),

@@ -66,8 +66,9 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
 
 
 def test_sigterm_leaves_a_checkpoint_and_the_run_goes_on_to_the_bit(tmp_path):
-    """`enable_jit_checkpoint`: amid a step, after one, after the last, in an evaluation, in one of two processes."""
-    assert killer(tmp_path, "sigterm") == "6 deaths"
+    """`enable_jit_checkpoint`: amid a step, after one, after the last, in an evaluation, in one of two processes;
+    also where those that load data get it."""
+    assert killer(tmp_path, "sigterm") == "8 deaths"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import gc
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import resource
 import shutil
@@ -64,7 +65,9 @@ class Die(TrainerCallback):
 
     def _die(self, state):
         if state.global_step == self.step:
-            os.kill(os.getpid(), self.number)
+            # Those that load data, too, as in a job on a cluster; by a child, as to their parent they listen.
+            everyone = [*(child.pid for child in multiprocessing.active_children()), os.getpid()]
+            in_a_child(lambda: [os.kill(process, self.number) for process in everyone])
 
     def on_substep_end(self, args, state, control, **kwargs):
         if self.moment == "substep":
@@ -285,11 +288,16 @@ def terminate(folder: Path, expected: dict, every: bool) -> int:
     assert latest_complete_checkpoint(where).name == "checkpoint-5"
     assert any("eval_loss" in entry for entry in log_of(where))
     shutil.rmtree(where)
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}  # those of the evaluation live on
+    for number, moment in ((4, "substep"), (5, "evaluation")):
+        stops(where, [(number, moment)], **workers, **evaluated)
+        assert latest_complete_checkpoint(where).name == "checkpoint-5"
+        shutil.rmtree(where)
     for number, moment in ((4, "substep"), (SAVE_STEPS, "save")):  # the other of two processes hears of it
         stops(where, [(-1, "step"), (number, moment)], gradient_accumulation_steps=2)
         assert latest_complete_checkpoint(where).name == f"checkpoint-{number + 1}"
         shutil.rmtree(where)
-    return len(cases) + 3
+    return len(cases) + 5
 
 
 # --- two processes ---
