@@ -325,7 +325,7 @@ def _check_result(
     memory = sum(p.numel() for name, p in model.named_parameters() if ".memory." in name)
     total = model.num_parameters()
     accounting = {"parameters": total, "base_parameters": total - memory, "memory_parameters": memory}
-    accounting |= {"memory_state_bytes": promised}
+    accounting["memory_state_bytes"] = promised
     sizes = rows.measured("state size").get("at_tokens", {})
     accounting["kv_bytes"] = {n: x["kv_bytes"] for n, x in sizes.items()}
     loss = next_token_loss(full, ids)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import tokens
 from tiny_hosts import tiny_host
 from transformers import Trainer, TrainingArguments
@@ -155,6 +156,23 @@ def test_bfloat16_trains_with_float32_adapters(tmp_path):
     assert {x.dtype for name, x in model.named_parameters() if ".lora_" in name or ".memories." in name} == {
         torch.float32
     }
+
+
+@pytest.mark.parametrize(
+    "fields", [{"target_modules": ["q_proj", "embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}]
+)
+def test_trained_embeddings_come_with_the_adapter(fields, tmp_path):
+    model, ids = get_tptt_model(tiny_host("qwen3"), TNT, lora=fields), tokens(2, 19)
+    trainer(model, tmp_path, rows(4)).train()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(load_injected(tiny_host("qwen3"), tmp_path).eval()(ids).logits, model.eval()(ids).logits)
+    name = str(tmp_path / "adapter_model.safetensors")
+    stored = load_file(name)
+    of_tokens = next(x for x in stored if "embed_tokens" in x and x.endswith("weight"))
+    save_file({**stored, of_tokens: stored[of_tokens][1:].contiguous()}, name, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"embed_tokens.*has shape \(\d+, \d+\), the model needs"):
+        load_injected(tiny_host("qwen3"), tmp_path)
 
 
 def test_an_injected_model_without_lora_trains_and_loads(tmp_path):

@@ -308,7 +308,7 @@ def test_other_bases_are_refused(adapter, base, message):
         load_injected(base(), adapter[0])
 
 
-def test_other_settings_and_arguments_are_refused(adapter, source):
+def test_other_settings_and_arguments_are_refused(adapter, source, tmp_path):
     with pytest.raises(ValueError, match="injection: .*layers=.0. of"):
         load_injected(source, adapter[0], injection=dataclasses.replace(OPEN_TNT, layers=[0]))
     with pytest.raises(ValueError, match="dtype: only for a base that is loaded here"):
@@ -317,6 +317,8 @@ def test_other_settings_and_arguments_are_refused(adapter, source):
         load_injected(tiny_host("llama"))
     with pytest.raises(ValueError, match="'no such folder': is neither"):
         load_injected("no such folder")
+    with pytest.raises(ValueError, match="holds neither adapter_config.json nor config.json"):
+        load_injected(tmp_path)
 
 
 # --- whole injected models ------------------------------------------------------------------------------------------

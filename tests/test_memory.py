@@ -293,6 +293,7 @@ def cases(draw):
 def test_chunkwise_is_naive_in_all_combinations(case):
     shape, options, rows, split = case
     tensors, weights, gates = make_inputs(**shape)
+    tensors[1] *= 1 + shape["seed"] % 3 / 2  # what a bound does depends on how long keys are
     inputs = leaves(tensors, weights, gates)
     for x in inputs:
         x.requires_grad_()
@@ -302,14 +303,8 @@ def test_chunkwise_is_naive_in_all_combinations(case):
     assert_same(
         [chunk[0], chunk[2], *everything(chunk[1])], [naive[0], naive[2], *everything(naive[1])], what="forward"
     )
-    want = torch.autograd.grad(probe(naive), inputs, allow_unused=True)
-    got = torch.autograd.grad(probe(chunk), inputs, allow_unused=True)
-    zero = [torch.zeros_like(x) for x in inputs]
-    assert_same(
-        [z if x is None else x for x, z in zip(got, zero)],
-        [z if x is None else x for x, z in zip(want, zero)],
-        what="gradient",
-    )
+    got, want = (torch.autograd.grad(probe(x), inputs, materialize_grads=True) for x in (chunk, naive))
+    assert_same(got, want, what="gradient")
 
 
 @pytest.mark.parametrize("projection", ["shard", "chunk"])

@@ -29,6 +29,8 @@ from tnt_hf.projection_tnt import project_queries
         ({"segment_ids": torch.ones(1, 12)}, "segment_ids.*integers"),
         ({"segment_ids": torch.ones(1, 12, dtype=torch.bool)}, "segment_ids.*integers, got torch.bool"),
         ({"momentum": torch.ones(1, 12, 3, dtype=torch.float64)}, r"momentum.*\[1, 12, 2\].*\[1, 12, 3\]"),
+        ({"layernorm": (torch.ones(4), torch.ones(2, 4), 1e-6)}, r"layernorm gain.*\[2, 4\]"),
+        ({"layernorm": (torch.ones(2, 4), torch.ones(2, 5), 1e-6)}, r"layernorm bias.*\[2, 4\]"),
         ({"layernorm": (torch.ones(2, 4), torch.ones(2, 4), 0.0)}, "layernorm eps.*0.0"),
         ({"layernorm": (torch.ones(2, 4), torch.ones(2, 4), "small")}, "layernorm eps.*small"),
         ({"layernorm": torch.ones(2, 4)}, "layernorm.*Tensor"),

@@ -478,10 +478,10 @@ def test_a_shard_without_a_digest_is_reported_until_it_is_recorded(pair, tmp_pat
 def test_accounting_is_that_of_the_models(pair, report):
     model, source = TNTForCausalLM.from_pretrained(pair[1]), LlamaForCausalLM.from_pretrained(pair[0])
     found = report["accounting"]
-    assert found["source"]["parameters"] == source.num_parameters()
-    assert found["result"]["base_parameters"] == source.num_parameters()
+    assert found["source"]["parameters"] == found["result"]["base_parameters"] == source.num_parameters()
     assert found["result"]["memory_parameters"] == model.num_parameters() - source.num_parameters()
-    cache = source(torch.ones(1, TOKENS, dtype=torch.long), use_cache=True).past_key_values
+    cache, memory = (x(torch.ones(1, TOKENS, dtype=torch.long)).past_key_values for x in (source, model))
+    assert found["result"]["memory_state_bytes"] == memory.state_bytes()
     assert found["source"]["kv_bytes"][str(TOKENS)] == sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
     assert found["result"]["kv_bytes"][str(TOKENS)] == 2 * 2 * 2 * 8 * (WINDOW - 1) * 4
     assert found["result"]["peak_anonymous_bytes"] > 2**20

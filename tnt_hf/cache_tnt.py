@@ -143,7 +143,7 @@ class TNTCache(DynamicCache):
     def place(self, layer_idx: int, hidden_states: Tensor) -> None:
         """Give a layer of a loaded session the device and precision of the model's layer, whose input this is."""
         layer, device, dtype = self.layers[layer_idx], hidden_states.device, hidden_states.dtype
-        if layer.is_initialized and layer.keys is not None:
+        if layer.is_initialized:
             layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)
         if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.has_previous_state[0]:
             if layer.conv_states[0] is not None:
@@ -191,7 +191,7 @@ class TNTCache(DynamicCache):
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {}
         for i, layer in enumerate(self.layers):
-            if layer.is_initialized and layer.keys is not None:
+            if layer.is_initialized:
                 tensors |= {f"layers.{i}.keys": layer.keys, f"layers.{i}.values": layer.values}
             if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.has_previous_state[0]:
                 tensors |= {f"layers.{i}.conv.{j}": x for j, x in layer.conv_states.items() if x is not None}

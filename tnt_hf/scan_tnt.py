@@ -256,7 +256,7 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
                 z = [x[:, rows:] for x in z]
             else:
                 z = z_keys[j]
-            top = z[-1] if ln is None else None
+            top = z[-1]
         else:
             a, z = pass_through(net, start, k_j, key)
             top = key[-1]
