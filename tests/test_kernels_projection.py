@@ -91,9 +91,9 @@ def case_one_chunk_of_a_length_that_fills_no_tile(G, normalize):
     compare(2, 11, 2, G, 16, reset_interval=None, normalize=normalize)
 
 
-@pytest.mark.parametrize("interval", [None, 20])
-def case_several_chunks_and_resets(interval):
-    compare(1, 90, 2, 1, 32, reset_interval=interval, normalize=False)
+@pytest.mark.parametrize("interval, G", [(None, 2), (20, 1)])
+def case_several_chunks_and_resets(interval, G):
+    compare(1, 90, 2, G, 32, reset_interval=interval, normalize=False)
 
 
 def case_padding_and_packed_documents():

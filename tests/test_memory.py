@@ -67,6 +67,7 @@ def make_inputs(
         options["decay"] = 0.3 * rand(B, T, H)
     if layernorm:
         options["layernorm"] = (1 + 0.1 * randn(H, V), 0.1 * randn(H, V), 1e-6)
+    tensors[1] *= 0.8 + 0.4 * rand(B, T, H, 1)  # a model's keys have length 1, which would hide a factor
     return tensors, weights, options
 
 
@@ -293,7 +294,6 @@ def cases(draw):
 def test_chunkwise_is_naive_in_all_combinations(case):
     shape, options, rows, split = case
     tensors, weights, gates = make_inputs(**shape)
-    tensors[1] *= 1 + shape["seed"] % 3 / 2  # what a bound does depends on how long keys are
     inputs = leaves(tensors, weights, gates)
     for x in inputs:
         x.requires_grad_()
