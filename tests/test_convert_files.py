@@ -172,14 +172,16 @@ def test_tokenizer_files_without_a_class_name_keep_their_family(tmp_path):
 def test_the_card_is_complete_and_passes_the_licence_on(tmp_path, source):
     head = "license: llama3.1\nlanguage: [en]\ntags: [x]\nbase_model: owner/llama\n"
     (source / "README.md").write_text(f"---\n{head}---\n# The source\n")
-    result = convert_checkpoint(source, tmp_path / "result", progress=False, window=16, memory_layers=[0, 2], seed=3)
+    settings = {"window": 16, "keep_full_attention": [1], "memory_layers": [0, 2], "seed": 3}
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, **settings)
     card = (result / "README.md").read_text()
     metadata = yaml.safe_load(card.split("---")[1])
     assert metadata["license"] == "llama3.1" and metadata["language"] == ["en"]
     assert metadata["base_model"] == "owner/llama"  # the source is a folder, of which the Hub knows nothing
     assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "text-generation"
-    assert "tnt convert source result --window 16 --seed 3 'memory_layers=[0, 2]'" in card
-    assert "every position below 16, bit for bit" in card and "layer 1: window 16" in card
+    assert "tnt convert source result --window 16 --keep-full-attention 1 --seed 3 'memory_layers=[0, 2]'" in card
+    assert "every position below 16, bit for bit" in card and "layer 1: full attention" in card
+    assert "beside the attention of\nlayers 0, 2." in card
     assert str(tmp_path) not in card + (result / "config.json").read_text() + (result / MANIFEST).read_text()
     assert not re.search(r"TODO|FIXME|PLACEHOLDER|\{[a-z]\w*\}|your[-_ ]|None", card)
 

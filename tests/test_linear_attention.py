@@ -343,6 +343,7 @@ def test_feature_maps(name, published):
         ("delta_rule", {"chunk_size": True}, "chunk_size=True"),
         ("delta_rule", {"chunk_size": 2.0}, "chunk_size=2.0"),
         ("delta_rule", {"scale": math.nan}, "scale=nan"),
+        ("delta_rule", {"scale": True}, "scale=True"),
         ("delta_rule", {"q": torch.ones(1, 12, 3, 4)}, r"q=\[1, 12, 3, 4\].*2 heads.*3"),
         ("delta_rule", {"q": torch.ones(1, 12, 2, 4).long()}, "q=torch.int64.*floating"),
         ("delta_rule", {"q": torch.ones(1, 0, 2, 4), "k": torch.ones(1, 0, 2, 4)}, "q=.*empty|k=.*empty"),
