@@ -8,12 +8,13 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from test_memory import leaves, make_inputs, run
-from tiny import tiny_model, tokens
+from tiny import MODES, tiny_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from tnt_hf import native_build_tnt
@@ -36,6 +37,23 @@ def results(op, tensors, weights, gates, **options) -> list[torch.Tensor]:
     outputs = [found[0], *found[1].weights]
     loss = sum((y.double() * torch.randn(y.shape, generator=g, dtype=torch.float64)).sum() for y in outputs)
     return [*outputs, *torch.autograd.grad(loss, inputs)]
+
+
+@needs_native
+@pytest.mark.parametrize("mode", ["default", "quadratic keys", "momentum and forgetting"])
+def test_threads_share_a_model(mode):
+    """As in a server: what several threads generate and differentiate at once is what one does, to the bit."""
+    model = tiny_model(torch.float32, **MODES[mode])
+    prompts = [tokens(1 + n % 2, 30 + 9 * n) for n in range(8)]
+
+    def work(prompt):
+        grads = torch.autograd.grad(model(prompt, labels=prompt).loss, list(model.parameters()))
+        return [model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12), *grads]
+
+    alone = list(map(work, prompts))
+    with ThreadPoolExecutor(4) as pool:
+        for got, want in zip(pool.map(work, 2 * prompts), 2 * alone, strict=True):
+            assert all(map(torch.equal, got, want))
 
 
 @needs_native
