@@ -67,6 +67,8 @@ def test_bad_tensors_are_named():
     ]:
         with pytest.raises(ValueError, match=message):
             memory_chunkwise(*args, chunk_size=4)
+    with pytest.raises(ValueError, match="residual=True needs keys and values of one width, got K=4, V=3"):
+        memory_chunkwise(q, k, v[..., :3], lr, [weights[0], weights[1][:, :, :3]], chunk_size=4, residual=True)
     with pytest.raises(ValueError, match="reset_interval.*-1"):
         project_queries(q, k, reset_interval=-1)
     with pytest.raises(ValueError, match="initial_state.time.*int64"):

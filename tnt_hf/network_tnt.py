@@ -134,8 +134,6 @@ def inner_gradient(
     if gain is None:
         delta = error = torch.add(y, offset, out=top)
     else:
-        if top is not None and y is not top:
-            top.copy_(y)
         normed = standardise(y, net.eps)
         error = torch.addcmul(offset, gain, normed.h)
         delta = through_standardise(gain * error, normed)
