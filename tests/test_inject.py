@@ -562,7 +562,7 @@ UNSUPPORTED = {
     "falcon": ({}, "attention interface"),
     "deepseek_v3": ({"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "latent"),
     "stablelm": ({}, "has not been checked"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "recurrent or linear already"),
+    "lfm2": ({"layer_types": ["conv"]}, "recurrent or linear already"),
     "tnt": ({}, "own memory"),
 }
 
