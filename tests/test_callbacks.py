@@ -1,6 +1,8 @@
 """Schedules over the steps of a training, and what is read of the memory."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tnt_hf.conversion import LiZAConfig, inject
 from tnt_hf.gate_tnt import TNTMemoryGate
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule, Printer, WindowDropout, narrow_window
 from tnt_hf.recipes.memory_statistics import all_closed, first_row, memory_statistics
+from tnt_hf.recipes.preemption import CheckpointOnTermination
 from tnt_hf.recipes.training_plots import smoothed, spans_decades
 from tnt_hf.state_tnt import LayerState, StateLayout
 
@@ -406,3 +409,21 @@ def test_training_shortens_the_window_in_training_only(tmp_path):
     run.train_dataset = samples(8, 20)
     run.fit()
     assert windows == {"step": {2, 16}, "evaluation": {16}}
+
+
+# --- SIGTERM ---
+
+
+def test_a_second_sigterm_does_what_it_did_before_the_training():
+    callback, signals = CheckpointOnTermination(), []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    try:
+        callback.on_train_begin(None, TrainerState(), TrainerControl())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not signals and callback.on_step_end(None, TrainerState(), control := TrainerControl()) is None
+        assert control.should_save
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals == [signal.SIGTERM]
+    finally:
+        callback.restore()
+        signal.signal(signal.SIGTERM, before)
