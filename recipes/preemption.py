@@ -22,7 +22,7 @@ from tnt_hf.termination import Terminated
 class CheckpointOnTermination(TrainerCallback):
     """
     A SIGTERM makes the running optimizer step the last, or the one that is being evaluated: a checkpoint is saved, and
-    [`Terminated`] raised. A second SIGTERM does what it did before the training.
+    [`Terminated`] raised. More of them change nothing: `torchrun` passes its own on to processes that have had theirs.
 
     Several processes agree on it at every step, so that all stop after the same one, whichever got the signal.
 
@@ -41,14 +41,10 @@ class CheckpointOnTermination(TrainerCallback):
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = True
-        self._hand_back()
 
     def restore(self) -> None:
         """Hands the signal back, here and in the processes that load data."""
         self._training.fill_(False)
-        self._hand_back()
-
-    def _hand_back(self) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None

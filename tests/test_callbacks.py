@@ -414,7 +414,7 @@ def test_training_shortens_the_window_in_training_only(tmp_path):
 # --- SIGTERM ---
 
 
-def test_a_second_sigterm_does_what_it_did_before_the_training():
+def test_more_sigterms_change_nothing_until_the_training_has_ended():
     callback, signals = CheckpointOnTermination(), []
     before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
@@ -422,6 +422,9 @@ def test_a_second_sigterm_does_what_it_did_before_the_training():
         os.kill(os.getpid(), signal.SIGTERM)
         assert not signals and callback.on_step_end(None, TrainerState(), control := TrainerControl()) is None
         assert control.should_save
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not signals
+        callback.restore()
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals == [signal.SIGTERM]
     finally:

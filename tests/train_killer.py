@@ -65,7 +65,7 @@ class Die(TrainerCallback):
 
     def _die(self, state):
         if state.global_step == self.step:
-            # Those that load data, too, as in a job on a cluster; by a child, as to their parent they listen.
+            # As on a cluster, those that load data too; from a child, for a parent's SIGTERM is their regular end.
             everyone = [*(child.pid for child in multiprocessing.active_children()), os.getpid()]
             in_a_child(lambda: [os.kill(process, self.number) for process in everyone])
 
