@@ -39,7 +39,6 @@ def results(op, tensors, weights, gates, **options) -> list[torch.Tensor]:
     return [*outputs, *torch.autograd.grad(loss, inputs)]
 
 
-@needs_native
 @pytest.mark.parametrize("mode", ["default", "quadratic keys", "momentum and forgetting"])
 def test_threads_share_a_model(mode):
     """As in a server: what several threads generate and differentiate at once is what one does, to the bit."""

@@ -119,20 +119,19 @@ def inner_gradient(
     offset: Tensor,
     gain: Tensor | None,
     passed: tuple[list[Tensor], list[Tensor]] | None = None,
-    room: tuple[list[Tensor | None], Tensor | None] | None = None,
+    room: list[Tensor | None] | None = None,
 ):
     """The factors of g_{l,t} = a_{l-1,t}^T delta_{l,t} at `weights` (W_xi), in closed form.
 
     `offset` is `inner_offset(...)`, `gain` the LayerNorm's. Returns `(a, delta, error)`: layer inputs a_0..a_{L-1},
     loss gradients delta_1..delta_L (both lists of `[..., C, width]`) and the error f(W, k) - v. `passed`: what
-    `pass_through` says of k, if that is at hand. `room`: where to leave what the outer backward wants to see again,
-    dl/da behind each hidden layer and, at the top, y (with a LayerNorm) or the error.
+    `pass_through` says of k, if that is at hand. `room`: where to leave dl/da behind each hidden layer, for the outer
+    backward; then the error takes the place of y, which it wants to see again only with a LayerNorm.
     """
     a, z = passed or pass_through(net, weights, k)
-    grad_act, top = room or ([None] * len(weights), None)
-    y = z[-1]
+    grad_act, y = room or [None] * len(weights), z[-1]
     if gain is None:
-        delta = error = torch.add(y, offset, out=top)
+        delta = error = torch.add(y, offset, out=None if room is None else y)
     else:
         normed = standardise(y, net.eps)
         error = torch.addcmul(offset, gain, normed.h)

@@ -256,11 +256,9 @@ def scan(plan: Plan, qk, offset, coef, ln, target, xi, W, S, tape: Tape | None =
                 z = [x[:, rows:] for x in z]
             else:
                 z = z_keys[j]
-            top = z[-1]
         else:
             a, z = pass_through(net, start, k_j, key)
-            top = key[-1]
-        a, delta, error = inner_gradient(net, start, k_j, offset_j, gain, (a, z), (grad_acts[j], top))
+        a, delta, error = inner_gradient(net, start, k_j, offset_j, gain, (a, z), grad_acts[j])
         c, (end, end_S) = coefs[j], written[j]
         first = next(firsts) if current else None
         if plan.bound is not None:
