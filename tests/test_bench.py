@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +114,13 @@ def test_a_result_is_only_replaced_when_asked(tmp_path, capsys):
     assert (tmp_path / "liza.json").read_bytes() == before
     assert bench("liza", tmp_path, "--overwrite", "--seed", "1") == 0
     assert result("liza", tmp_path)["settings"]["seed"] == 1
+
+
+@pytest.mark.parametrize("free, status", [(10 * 2**20, 0), (2**10, 2)], ids=["10 MB", "1 KB"])
+def test_a_small_checkpoint_asks_for_little_room(free, status, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    assert bench("conversion", tmp_path) == status
+    assert ("are free beside the source" in capsys.readouterr().err) == bool(status)
 
 
 def test_an_unfinished_result_of_other_settings_is_refused(tmp_path, capsys):

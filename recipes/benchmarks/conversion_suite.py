@@ -49,7 +49,7 @@ SHARDS = 4
 BLOCK = 32 * 2**20  # bytes of random numbers, repeated
 SAMPLE = 0.003  # seconds between two looks at a process
 LIMITS = {"copy_over_cp": 1.2, "link_seconds": 10, "same_dtype_mib": 256, "cast_mib": 2048}
-ROOM = 2 * 2**30  # bytes beside the source and one result
+ROOM = 2 * 2**30  # bytes beside the source and one result, if these are no smaller themselves
 # As the command line starts: its program name keeps `import tnt_hf` from loading the model.
 IMPORTS = """
 import sys
@@ -148,8 +148,11 @@ def measure(name: str, settings: ConversionSettings, tell) -> dict:
         tell("making the source")
         try:
             size = make_source(source, name, settings.seed)
-            if (free := shutil.disk_usage(folder).free) < size + ROOM:
-                raise ValueError(f"folder={str(folder)!r}: {free / 1e9:.0f} GB are free beside the source, not enough")
+            need, free = size + min(size, ROOM), shutil.disk_usage(folder).free
+            if free < need:
+                raise ValueError(
+                    f"folder={str(folder)!r}: {free / 1e9:.3g} GB are free beside the source, not {need / 1e9:.3g}"
+                )
             found = take_turns(source, result, settings, tell)
         finally:
             for path in (source, result):
