@@ -30,6 +30,7 @@ class Architecture:
         fused: how q, k and v share a weight. `"blocks"`: all of q, then k, then v; `"per_head"`: each head's q, k
             and v together; `None`: three weights.
         conv1d: the projections are `Conv1D`, whose weights are transposed.
+        separates_documents: the model's mask keeps packed documents apart, as `position_ids` that restart ask for.
     """
 
     attention_class: str
@@ -39,6 +40,7 @@ class Architecture:
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     fused: str | None = None
     conv1d: bool = False
+    separates_documents: bool = True
 
     @property
     def lora_targets(self) -> list[str]:
@@ -101,16 +103,27 @@ def _describe(weight: object) -> str:
 
 
 ARCHITECTURES = {
+    "afmoe": Architecture("AfmoeAttention", separates_documents=False),
     "apertus": Architecture("ApertusAttention"),
     "arcee": Architecture("ArceeAttention"),
+    "aria_text": Architecture("AriaTextAttention"),
+    "bitnet": Architecture("BitNetAttention"),
     "cohere": Architecture("CohereAttention"),
     "cohere2": Architecture("Cohere2Attention"),
+    "cohere2_moe": Architecture("Cohere2MoeAttention"),
+    "cwm": Architecture("CwmAttention"),
+    "dots1": Architecture("Dots1Attention"),
     "ernie4_5": Architecture("Ernie4_5Attention"),
+    "ernie4_5_moe": Architecture("Ernie4_5_MoeAttention"),
     "exaone4": Architecture("Exaone4Attention"),
+    "exaone_moe": Architecture("ExaoneMoeAttention"),
+    "flex_olmo": Architecture("FlexOlmoAttention"),
     "gemma": Architecture("GemmaAttention"),
+    "gemma2": Architecture("Gemma2Attention"),
     "gemma3_text": Architecture("Gemma3Attention"),
     "glm": Architecture("GlmAttention"),
     "glm4": Architecture("Glm4Attention"),
+    "glm4_moe": Architecture("Glm4MoeAttention"),
     "gpt2": Architecture("GPT2Attention", "h", "attn", projections=("c_attn", "c_proj"), fused="blocks", conv1d=True),
     "gpt_neox": Architecture(
         "GPTNeoXAttention",
@@ -119,26 +132,40 @@ ARCHITECTURES = {
         projections=("query_key_value", "dense"),
         fused="per_head",
     ),
+    "gpt_oss": Architecture("GptOssAttention", separates_documents=False),
     "granite": Architecture("GraniteAttention"),
+    "granitemoe": Architecture("GraniteMoeAttention"),
+    "granitemoeshared": Architecture("GraniteMoeSharedAttention"),
     "helium": Architecture("HeliumAttention"),
     "hunyuan_v1_dense": Architecture("HunYuanDenseV1Attention"),
+    "hunyuan_v1_moe": Architecture("HunYuanMoEV1Attention"),
+    "hy_v3": Architecture("HYV3Attention"),
+    "hyperclovax": Architecture("HyperCLOVAXAttention"),
+    "jais2": Architecture("Jais2Attention"),
     "llama": Architecture("LlamaAttention"),
+    "minimax_m2": Architecture("MiniMaxM2Attention"),
     "ministral": Architecture("MinistralAttention"),
+    "ministral3": Architecture("Ministral3Attention"),
     "mistral": Architecture("MistralAttention"),
     "mixtral": Architecture("MixtralAttention"),
+    "nanochat": Architecture("NanoChatAttention"),
     "olmo": Architecture("OlmoAttention"),
     "olmo2": Architecture("Olmo2Attention"),
     "olmo3": Architecture("Olmo3Attention"),
     "olmoe": Architecture("OlmoeAttention"),
+    "persimmon": Architecture("PersimmonAttention", projections=("query_key_value", "dense"), fused="per_head"),
     "phi": Architecture("PhiAttention", projections=("q_proj", "k_proj", "v_proj", "dense")),
     "phi3": Architecture("Phi3Attention", projections=("qkv_proj", "o_proj"), fused="blocks"),
+    "phimoe": Architecture("PhimoeAttention"),
     "qwen2": Architecture("Qwen2Attention"),
     "qwen2_moe": Architecture("Qwen2MoeAttention"),
     "qwen3": Architecture("Qwen3Attention"),
     "qwen3_moe": Architecture("Qwen3MoeAttention"),
     "seed_oss": Architecture("SeedOssAttention"),
     "smollm3": Architecture("SmolLM3Attention"),
+    "solar_open": Architecture("SolarOpenAttention"),
     "starcoder2": Architecture("Starcoder2Attention"),
+    "vaultgemma": Architecture("VaultGemmaAttention"),
 }
 
 

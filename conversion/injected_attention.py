@@ -87,7 +87,7 @@ def enter_model(
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: a memory needs a 2-D mask [B, past + T] of valid tokens, not {found}.")
-    segment_ids = documents(given, mask, cache, bool(given.get("use_cache")), B, T)
+    segment_ids = documents(row, given, mask, cache, B, T)
     if segment_ids is not None:
         given["use_cache"] = False  # with a cache, attention would not tell documents apart
     elif cache is None and _uses_cache(module, use_cache=given.get("use_cache")):
@@ -125,7 +125,7 @@ def _uses_cache(module: nn.Module, use_cache: bool | None = None, **_: Any) -> b
 
 
 def documents(
-    given: dict[str, Any], mask: Tensor | None, cache: Cache | None, cached: bool, batch: int, length: int
+    row: Architecture, given: dict[str, Any], mask: Tensor | None, cache: Cache | None, batch: int, length: int
 ) -> Tensor | None:
     """
     `[B, T]` int64 that changes where a packed row starts a new document, or `None` if no row does: exactly where the
@@ -134,8 +134,13 @@ def documents(
     Raises:
         ValueError: packed documents between which attention itself would look.
     """
-    positions = given.get("position_ids")
-    packed, separates = None, positions is not None and mask is None and cache is None and not cached
+    positions, mixed = given.get("position_ids"), None
+    if not row.separates_documents:
+        mixed = f"in a {row.attention_class} attention would look across documents; pass one document per row."
+    elif mask is not None or cache is not None or given.get("use_cache"):
+        other = "a cache (use_cache=True)" if mask is None else "an attention_mask"
+        mixed = f"together with {other} attention would look across documents; pass position_ids alone."
+    packed, separates = None, positions is not None and mixed is None
     if separates:
         packed = find_packed_sequence_indices(positions.expand(batch, -1))
     if torch.compiler.is_compiling():
@@ -143,11 +148,7 @@ def documents(
     if not separates:
         valid = None if mask is None else mask[:, -length:].to(torch.bool)
         if document_ids(positions, valid, batch, length, {}) is not None:
-            why = "a cache (use_cache=True)" if mask is None else "an attention_mask"
-            raise ValueError(
-                f"position_ids restart inside a row (packed documents) together with {why}: attention would look"
-                " across documents; pass position_ids alone."
-            )
+            raise ValueError(f"position_ids restart inside a row (packed documents): {mixed}")
     if (announced := document_ids(None, None, batch, length, given)) is not None:
         if packed is None or not torch.equal(announced.diff() != 0, packed.diff() != 0):
             raise ValueError(

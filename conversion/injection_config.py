@@ -212,7 +212,7 @@ class TNTInjectionConfig(_Injection):
             num_attention_heads=heads.query,
             num_key_value_heads=heads.key_value,
             head_dim=heads.head_dim,
-            rms_norm_eps=getattr(host, "rms_norm_eps", 1e-6),
+            rms_norm_eps=getattr(host, "rms_norm_eps", None) or 1e-6,
             initializer_range=getattr(host, "initializer_range", 0.02),
             sliding_window=self.max_self_attn_length,
             memory_layers=self.layer_indices(host.num_hidden_layers),

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +85,7 @@ def adapter(source, tmp_path_factory):
 
 def test_there_is_a_host_of_every_architecture():
     assert set(HOSTS) == set(ARCHITECTURES)
+    assert f"{len(ARCHITECTURES)} architectures:" in (Path(__file__).parents[1] / "README.md").read_text()
 
 
 @hosts

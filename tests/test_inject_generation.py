@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from tiny import left_padded, tokens
 from tiny_hosts import CLOSED, HOSTS, MODES, OPEN_LIZA, OPEN_TNT, OPENED, decode, hosts, layouts, positions, tiny_host
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
@@ -12,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from tnt_hf import TNTCache, TNTConfig
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion import inject, unload
-from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig
+from tnt_hf.conversion.injection_config import LiZAConfig
 
 
 # float64 models, but the hosts' norms, RoPE and softmax round to float32 on the way.
@@ -305,63 +304,3 @@ def test_going_on_needs_the_mask_of_all_tokens():
         model(ids[:, :1], past_key_values=cache, use_cache=True)
     with pytest.raises(ValueError, match="attention_mask has 1 columns"):
         model(ids[:, :1], attention_mask=mask[:, -1:], past_key_values=cache, use_cache=True)
-
-
-@hosts
-def test_left_padding_without_positions_changes_nothing(kind):
-    """The base model would count the padding, which a linear operator sees in its keys after RoPE."""
-    model = inject(double(kind), LiZAConfig(weight=0.5))
-    short, long = tokens(20, seed=2), tokens(33)
-    ids, mask = left_padded([long, short])
-    expected = logits(model, ids, attention_mask=mask, position_ids=positions(mask))
-    torch.testing.assert_close(logits(model, ids, attention_mask=mask), expected, **CLOSE)
-    cache = model(ids[:, :30], attention_mask=mask[:, :30], use_cache=True).past_key_values
-    later = logits(model, ids[:, 30:], attention_mask=mask, past_key_values=cache)
-    torch.testing.assert_close(later, expected[:, 30:], **CLOSE)
-
-
-COMPILED = [
-    pytest.param(MODES["liza"], True, id="compiled liza"),
-    pytest.param(MODES["tnt shared"], True, id="compiled tnt shared", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(
-    "config, compiled", [*(pytest.param(x, False, id=name) for name, x in MODES.items()), *COMPILED]
-)
-def test_without_positions_padding_in_front_is_not_counted(config, compiled):
-    torch._dynamo.reset()
-    model, rows = inject(double(), config), [tokens(21), tokens(16, seed=2)]
-    ids, mask = left_padded(rows)
-    call = torch.compile(model, backend="eager") if compiled else model
-    found = logits(call, ids, attention_mask=mask, use_cache=False)
-    for row, logit, valid in zip(rows, found, mask.bool()):
-        torch.testing.assert_close(logit[valid], logits(model, row[None])[0], **CLOSE)
-
-
-@torch.no_grad()
-def test_a_closed_memory_leaves_positions_as_they_are():
-    """The library's own would be other bits: RoPE rounds them."""
-    model, (ids, mask) = double(), left_padded([tokens(21), tokens(16, seed=2)])
-    expected = logits(model, ids, attention_mask=mask)[mask.bool()]
-    assert not torch.equal(
-        logits(model, ids, attention_mask=mask, position_ids=positions(mask))[mask.bool()], expected
-    )
-    config = TNTInjectionConfig(memory_projections="shared", memory_gate="product", global_chunk_size=8)
-    inject(model, config)
-    assert torch.equal(logits(model, ids, attention_mask=mask)[mask.bool()], expected)
-    memories = [layer.self_attn.memory for layer in model.model.layers]
-    assert not any(memory.is_open() for memory in memories)
-    get_peft_model(model, LoraConfig(r=2, target_modules=["gate.proj"]))  # which opens them as it learns
-    assert all(memory.is_open() for memory in memories)
-
-
-def test_attention_drops_out_in_blocks_and_where_the_host_trains():
-    """A row that is long enough for a window in blocks; memory is injected in the mode that the host is in."""
-    ids, window = tokens(1, 1200), LiZAConfig(weight=0.0, max_self_attn_length=64)
-    model = inject(tiny_host("llama", attention_dropout=0.5, num_hidden_layers=1), window)
-    assert not any(module.training for module in model.modules())
-    for training in (False, True):
-        torch.manual_seed(0)
-        first, second = (logits(model.train(training), ids, use_cache=False) for _ in range(2))
-        assert torch.equal(first, second) is not training

@@ -21,6 +21,7 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 HOSTS = {
     "llama": {"attention_bias": True},
     "mistral": {"head_dim": 12, "sliding_window": 5},
@@ -41,28 +42,57 @@ HOSTS = {
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "smollm3": {"no_rope_layers": [1, 0]},
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.7},
+    "gemma2": {**WINDOWS, "head_dim": 12, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0},
+    "gpt_oss": {**WINDOWS, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+EAGER_ONLY = ("gemma2", "gpt_oss", "vaultgemma")  # soft caps and sinks
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+GROUPS = {"n_group": 1, "topk_group": 1}
+SHARED = {**MOE, **GROUPS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # These share the attention of one above but for norms, biases, RoPE and what is around it.
 LIKE_OTHERS = {
+    "afmoe": {**MOE, **WINDOWS, "num_local_experts": 4, "num_dense_layers": 1, "head_dim": 12},
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "arcee": {"head_dim": 12},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "head_dim": 8},
+    "bitnet": {},
     "cohere": {"logit_scale": 1.0},
-    "cohere2": {"logit_scale": 1.0, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "cohere2": {"logit_scale": 1.0, **WINDOWS},
+    "cohere2_moe": {**MOE, **WINDOWS, "num_local_experts": 4, "logit_scale": 1.0},
+    "cwm": {**WINDOWS, "head_dim": 12, "bos_token_id": 1, "eos_token_id": -1},
+    "dots1": {**SHARED, **WINDOWS, "head_dim": 12},
     "ernie4_5": {"use_bias": True},
-    "exaone4": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "ernie4_5_moe": {**MOE, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "exaone4": WINDOWS,
+    "exaone_moe": {**MOE, **WINDOWS, **GROUPS, "num_shared_experts": 1, "head_dim": 12},
+    "flex_olmo": MOE,
     "gemma": {"head_dim": 12},
     "glm": {"head_dim": 12},
     "glm4": {"head_dim": 12},
+    "glm4_moe": {**SHARED, "head_dim": 12},
+    "granitemoe": {**LOCAL, "attention_multiplier": 0.2},
+    "granitemoeshared": {**LOCAL, "shared_intermediate_size": 20, "attention_multiplier": 0.2},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 12},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 12},
+    "hy_v3": {**MOE, "head_dim": 12},
+    "hyperclovax": {"attention_multiplier": 0.2},
+    "jais2": {},
+    "minimax_m2": {**LOCAL, "head_dim": 12},
     "ministral": {"head_dim": 12, "sliding_window": 5},
+    "ministral3": {"head_dim": 12, "sliding_window": 5},
     "mixtral": {"num_local_experts": 4, "sliding_window": 5},
-    "olmo3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "nanochat": {},
+    "olmo3": WINDOWS,
+    "persimmon": {},
+    "phimoe": {**LOCAL, "sliding_window": 5},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
     "qwen3_moe": {**MOE, "head_dim": 12},
     "seed_oss": {"head_dim": 12},
+    "solar_open": {**MOE, "n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 12},
     "starcoder2": {"sliding_window": 5},
+    "vaultgemma": {**WINDOWS, "head_dim": 12, "query_pre_attn_scalar": 20},
 }
 QUICK = ("mixtral",)  # of them: the others' tests are slow ones
 HOST_NAMES = [*HOSTS, *(pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in LIKE_OTHERS)]
@@ -96,14 +126,19 @@ MODES = {
 CLOSED = {"liza": LiZAConfig(weight=0.0), "tnt": TNTInjectionConfig(global_chunk_size=8)}
 
 
-def tiny_host(kind: str, dtype: torch.dtype = torch.float32, attn: str = "sdpa", **changes):
+def attentions(kind: str) -> tuple[str, ...]:
+    """The library's attentions that a model of type `kind` has, of those that `inject` supports."""
+    return ("eager",) if kind in EAGER_ONLY else ("sdpa", "eager")
+
+
+def tiny_host(kind: str, dtype: torch.dtype = torch.float32, attn: str | None = None, **changes):
     """A model of type `kind` in eval mode, the same one for the same arguments; weights of std 0.15, no zero bias."""
     fields = {**SIZES, **HOSTS[kind], **changes}
-    if kind in ("gpt2", "gpt_neox"):
+    if kind in ("gpt2", "gpt_neox", "persimmon"):
         del fields["num_key_value_heads"]  # know no grouped heads
     config = AutoConfig.for_model(kind, **fields)
     config._experts_implementation = "eager"  # the fused ones refuse float64
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn or attentions(kind)[0])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,0 +1,118 @@
+"""Injected models and rows of several lengths: padding changes nothing, packed documents do not meet."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import left_padded, tokens
+from tiny_hosts import MODES, OPEN_LIZA, OPENED, attentions, hosts, padded, positions, tiny_host
+from transformers import DataCollatorWithFlattening
+
+from tnt_hf.conversion import inject
+from tnt_hf.conversion.architectures import ARCHITECTURES
+from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig
+
+
+# float64 models, but the hosts' norms, RoPE and softmax round to float32 on the way.
+CLOSE = {"rtol": 0, "atol": 1e-5}
+opened = pytest.mark.parametrize("config", OPENED.values(), ids=OPENED.keys())
+
+
+@torch.no_grad()
+def logits(model, input_ids, **kwargs):
+    return model(input_ids, **kwargs).logits
+
+
+def exact_host(kind="llama"):
+    """In float64, or in float32 with eager attention: its float32 softmax has no lowest number of float64."""
+    return tiny_host(kind, torch.float64 if "sdpa" in attentions(kind) else torch.float32)
+
+
+@hosts
+@opened
+def test_padding_changes_nothing(kind, config):
+    model = inject(exact_host(kind), config)
+    short, long = tokens(20, seed=2), tokens(33)
+    alone = logits(model, short[None])[0]
+    left = logits(model, **padded([long, short]))[1, 13:]
+    right_ids = torch.stack([long, torch.cat([short, short.new_zeros(13)])])
+    right = logits(model, right_ids, attention_mask=(right_ids != 0).long())[1, :20]
+    torch.testing.assert_close(left, alone, **CLOSE)
+    torch.testing.assert_close(right, alone, **CLOSE)
+
+
+@hosts
+@opened
+def test_packed_documents_do_not_meet(kind, config):
+    model = inject(exact_host(kind), config)
+    rows = [tokens(n, seed=n) for n in (7, 1, 12)]
+    alone = torch.cat([logits(model, row[None]) for row in rows], 1)
+    for flash in (False, True):
+        collate = DataCollatorWithFlattening(return_flash_attn_kwargs=flash, return_tensors="pt")
+        batch = collate([{"input_ids": row.tolist()} for row in rows])
+        del batch["labels"]
+        if not ARCHITECTURES[kind].separates_documents:
+            with pytest.raises(ValueError, match="position_ids restart.*one document per row"):
+                model(**batch)
+            continue
+        torch.testing.assert_close(logits(model, **batch), alone, **CLOSE)
+
+
+def test_packing_that_attention_would_mix_is_refused():
+    model = inject(tiny_host("llama"), OPEN_LIZA)
+    ids, positions = tokens(1, 6), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with pytest.raises(ValueError, match="position_ids restart.*attention_mask"):
+        model(ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+    with pytest.raises(ValueError, match="position_ids restart.*use_cache=True"):
+        model(ids, position_ids=positions, use_cache=True)
+    for elsewhere in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 0, 1, 2, 3]]):
+        with pytest.raises(ValueError, match="cu_seq_lens_q"):
+            model(ids, position_ids=torch.tensor(elsewhere), cu_seq_lens_q=torch.tensor([0, 3, 6], dtype=torch.int32))
+
+
+@hosts
+def test_left_padding_without_positions_changes_nothing(kind):
+    """The base model would count the padding, which a linear operator sees in its keys after RoPE."""
+    model = inject(exact_host(kind), LiZAConfig(weight=0.5))
+    short, long = tokens(20, seed=2), tokens(33)
+    ids, mask = left_padded([long, short])
+    expected = logits(model, ids, attention_mask=mask, position_ids=positions(mask))
+    torch.testing.assert_close(logits(model, ids, attention_mask=mask), expected, **CLOSE)
+    cache = model(ids[:, :30], attention_mask=mask[:, :30], use_cache=True).past_key_values
+    later = logits(model, ids[:, 30:], attention_mask=mask, past_key_values=cache)
+    torch.testing.assert_close(later, expected[:, 30:], **CLOSE)
+
+
+COMPILED = [
+    pytest.param(MODES["liza"], True, id="compiled liza"),
+    pytest.param(MODES["tnt shared"], True, id="compiled tnt shared", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(
+    "config, compiled", [*(pytest.param(x, False, id=name) for name, x in MODES.items()), *COMPILED]
+)
+def test_without_positions_padding_in_front_is_not_counted(config, compiled):
+    torch._dynamo.reset()
+    model, rows = inject(exact_host(), config), [tokens(21), tokens(16, seed=2)]
+    ids, mask = left_padded(rows)
+    call = torch.compile(model, backend="eager") if compiled else model
+    found = logits(call, ids, attention_mask=mask, use_cache=False)
+    for row, logit, valid in zip(rows, found, mask.bool()):
+        torch.testing.assert_close(logit[valid], logits(model, row[None])[0], **CLOSE)
+
+
+@torch.no_grad()
+def test_a_closed_memory_leaves_positions_as_they_are():
+    """The library's own would be other bits: RoPE rounds them."""
+    model, (ids, mask) = exact_host(), left_padded([tokens(21), tokens(16, seed=2)])
+    expected = logits(model, ids, attention_mask=mask)[mask.bool()]
+    assert not torch.equal(
+        logits(model, ids, attention_mask=mask, position_ids=positions(mask))[mask.bool()], expected
+    )
+    config = TNTInjectionConfig(memory_projections="shared", memory_gate="product", global_chunk_size=8)
+    inject(model, config)
+    assert torch.equal(logits(model, ids, attention_mask=mask)[mask.bool()], expected)
+    memories = [layer.self_attn.memory for layer in model.model.layers]
+    assert not any(memory.is_open() for memory in memories)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["gate.proj"]))  # which opens them as it learns
+    assert all(memory.is_open() for memory in memories)
