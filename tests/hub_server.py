@@ -39,7 +39,7 @@ class HubServer(ThreadingHTTPServer):
         self.unknown: list[str] = []
 
     def __enter__(self):
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()  # seconds to a shutdown
         return self
 
     def __exit__(self, *exc_info):

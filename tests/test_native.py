@@ -243,6 +243,7 @@ def test_it_is_compiled_once_and_again_where_the_file_is_broken(tmp_path, hasty)
 
 
 @needs_native
+@pytest.mark.slow
 def test_processes_may_compile_at_once(tmp_path, hasty):
     """None of them loads what another has half written, and nothing is left behind."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}

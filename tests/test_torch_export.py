@@ -87,7 +87,8 @@ def test_prefill_and_decode_step_of_generate(mode, dynamic):
         torch.testing.assert_close(results(exported, inputs), expected, **EXACT, msg=f"{name}: {{}}".format)
 
 
-@pytest.mark.parametrize("mode", ["default", pytest.param("window and full attention", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "window and full attention"])
 def test_two_programs_generate_what_generate_does(mode):
     model, new = tiny_model(**MODES[mode]), 30
     positions = {"position_ids": (SAMPLE["attention_mask"].cumsum(1) - 1).clamp_min(0)}
