@@ -24,11 +24,13 @@ class Architecture:
 
     Attributes:
         attention_class: name of the attention module's class; another one may compute something else.
-        layers, attention: attributes of the layer list in the base model, and of the attention module in a layer.
+        base: attribute of the base model's part that reads tokens, whose forward is called; `None`: it is that itself.
+        layers, attention: attributes of the layer list in that part, and of the attention module in a layer.
         cache: the argument under which the attention's forward gets the cache.
         projections: attributes of q, k, v and o in the attention module; of the fused qkv and o where `fused` is set.
         fused: how q, k and v share a weight. `"blocks"`: all of q, then k, then v; `"per_head"`: each head's q, k
-            and v together; `None`: three weights.
+            and v together; `"gate"`: three weights, each head's q together with a gate of attention's output; `None`:
+            three weights.
         conv1d: the projections are `Conv1D`, whose weights are transposed.
         separates_documents: the model's mask keeps packed documents apart, as `position_ids` that restart ask for.
     """
@@ -40,6 +42,7 @@ class Architecture:
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     fused: str | None = None
     conv1d: bool = False
+    base: str | None = None
     separates_documents: bool = True
 
     @property
@@ -47,9 +50,14 @@ class Architecture:
         """`target_modules` for LoRA on q, k, v and o; with the attention's name, so that nothing else matches."""
         return [f"{self.attention}.{name}" for name in self.projections]
 
-    def attention_modules(self, base: nn.Module) -> list[nn.Module]:
-        """The attention modules of a base model (`model.base_model`), by layer."""
-        return [getattr(layer, self.attention) for layer in getattr(base, self.layers)]
+    def base_of(self, model: PreTrainedModel) -> nn.Module:
+        """The module that reads tokens and runs the layers."""
+        return model.base_model if self.base is None else getattr(model.base_model, self.base)
+
+    def attention_modules(self, base: nn.Module) -> dict[int, nn.Module]:
+        """The attention modules of what [`base_of`] found, by layer: a hybrid's other layers have none."""
+        layers = getattr(base, self.layers)
+        return {i: getattr(layers[i], self.attention) for i in attention_layers(base.config)}
 
     def qkv_weights(self, attention: nn.Module, heads: "Heads", dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """
@@ -60,7 +68,7 @@ class Architecture:
             ValueError: a projection is sharded or wrapped: it is no matrix of that shape.
         """
         query, key = heads.query * heads.head_dim, heads.key_value * heads.head_dim
-        rows = (query, key, key) if self.fused is None else (query + 2 * key,)
+        rows = {None: (query, key, key), "gate": (2 * query, key, key)}.get(self.fused, (query + 2 * key,))
         weights = []
         for name, count in zip(self.projections, rows):
             projection, expected = getattr(attention, name), (count, heads.hidden)
@@ -77,6 +85,8 @@ class Architecture:
             weights.append(weight)
         if self.fused == "blocks":
             return weights[0].split((query, key, key))
+        if self.fused == "gate":
+            weights[0] = weights[0].view(heads.query, 2, heads.head_dim, heads.hidden)[:, 0].flatten(0, 1)
         if self.fused == "per_head":
             per_head = weights[0].view(heads.query, 3, heads.head_dim, heads.hidden)
             return tuple(per_head[:, i].flatten(0, 1) for i in range(3))
@@ -135,6 +145,7 @@ ARCHITECTURES = {
     "gpt_oss": Architecture("GptOssAttention", separates_documents=False),
     "granite": Architecture("GraniteAttention"),
     "granitemoe": Architecture("GraniteMoeAttention"),
+    "granitemoehybrid": Architecture("GraniteMoeHybridAttention", separates_documents=False),
     "granitemoeshared": Architecture("GraniteMoeSharedAttention"),
     "helium": Architecture("HeliumAttention"),
     "hunyuan_v1_dense": Architecture("HunYuanDenseV1Attention"),
@@ -142,6 +153,12 @@ ARCHITECTURES = {
     "hy_v3": Architecture("HYV3Attention"),
     "hyperclovax": Architecture("HyperCLOVAXAttention"),
     "jais2": Architecture("Jais2Attention"),
+    "lfm2": Architecture(
+        "Lfm2Attention", projections=("q_proj", "k_proj", "v_proj", "out_proj"), separates_documents=False
+    ),
+    "lfm2_moe": Architecture(
+        "Lfm2MoeAttention", projections=("q_proj", "k_proj", "v_proj", "out_proj"), separates_documents=False
+    ),
     "llama": Architecture("LlamaAttention"),
     "minimax_m2": Architecture("MiniMaxM2Attention"),
     "ministral": Architecture("MinistralAttention"),
@@ -153,6 +170,13 @@ ARCHITECTURES = {
     "olmo2": Architecture("Olmo2Attention"),
     "olmo3": Architecture("Olmo3Attention"),
     "olmoe": Architecture("OlmoeAttention"),
+    "olmo_hybrid": Architecture("OlmoHybridAttention", separates_documents=False),
+    "opt": Architecture(
+        "OPTAttention",
+        projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+        base="decoder",
+        separates_documents=False,
+    ),
     "persimmon": Architecture("PersimmonAttention", projections=("query_key_value", "dense"), fused="per_head"),
     "phi": Architecture("PhiAttention", projections=("q_proj", "k_proj", "v_proj", "dense")),
     "phi3": Architecture("Phi3Attention", projections=("qkv_proj", "o_proj"), fused="blocks"),
@@ -160,13 +184,22 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2Attention"),
     "qwen2_moe": Architecture("Qwen2MoeAttention"),
     "qwen3": Architecture("Qwen3Attention"),
+    "qwen3_5_moe_text": Architecture("Qwen3_5MoeAttention", fused="gate", separates_documents=False),
+    "qwen3_5_text": Architecture("Qwen3_5Attention", fused="gate", separates_documents=False),
     "qwen3_moe": Architecture("Qwen3MoeAttention"),
+    "qwen3_next": Architecture("Qwen3NextAttention", fused="gate", separates_documents=False),
     "seed_oss": Architecture("SeedOssAttention"),
     "smollm3": Architecture("SmolLM3Attention"),
     "solar_open": Architecture("SolarOpenAttention"),
     "starcoder2": Architecture("Starcoder2Attention"),
     "vaultgemma": Architecture("VaultGemmaAttention"),
 }
+
+
+def attention_layers(config) -> list[int]:
+    """The layers of a model that have attention, ascending: in a hybrid others have something else."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [i for i, kind in enumerate(kinds) if kind in ("full_attention", "sliding_attention")]
 
 
 @dataclass(frozen=True)
@@ -229,7 +262,7 @@ def _reason(model: PreTrainedModel) -> str:
 def _own_code(model: PreTrainedModel, row: Architecture) -> str | None:
     """What a model of a known type does that the row does not describe."""
     config = model.config
-    found = {type(attention).__name__ for attention in row.attention_modules(model.base_model)}
+    found = {type(attention).__name__ for attention in row.attention_modules(row.base_of(model)).values()}
     if found != {row.attention_class}:
         return f"its attention is {', '.join(sorted(found))}, not {row.attention_class}"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):

@@ -125,7 +125,8 @@ def exported_config(model: PreTrainedModel) -> TNTConfig:
         raise ValueError(
             f"model_type={model.config.model_type!r}: a TNT model computes what one of {', '.join(FAMILIES)} does."
         )
-    attentions = dict(enumerate(architecture_of(model).attention_modules(model.base_model)))
+    row = architecture_of(model)
+    attentions = row.attention_modules(row.base_of(model))
     memories = {i: x.memory for i, x in attentions.items() if is_injected(x)}
     first = next(iter(memories.values()))
     if odd := [i for i, memory in memories.items() if memory.config.to_dict() != first.config.to_dict()]:

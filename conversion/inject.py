@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from .architectures import Architecture, Heads, architecture_of, memory_dtype
+from .architectures import ARCHITECTURES, Architecture, Heads, architecture_of, memory_dtype
 from .injected_attention import PREFIX, enter_attention, enter_model, is_injected
 from .injected_tnt import build_tnt
 from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
@@ -49,9 +49,9 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
     row = architecture_of(model)
     if not isinstance(config, (LiZAConfig, TNTInjectionConfig)):
         raise ValueError(f"config: must be a LiZAConfig or a TNTInjectionConfig, not {type(config).__name__}.")
-    base = model.base_model
+    base = row.base_of(model)
     attentions = row.attention_modules(base)
-    if any(is_injected(attention) for attention in attentions):
+    if any(map(is_injected, attentions.values())):
         raise ValueError("model: has an injected memory already; unload(model) it first.")
     # A saved injected model was loaded with the name it had.
     implementation = str(base.config._attn_implementation).removeprefix(PREFIX)
@@ -96,7 +96,8 @@ def unload(model: PreTrainedModel) -> PreTrainedModel:
     attentions = [module for module in model.modules() if is_injected(module)]
     if not attentions:
         raise ValueError(f"model={type(model).__name__}: has no injected memory.")
-    base, config = model.base_model, model.base_model.config
+    base = ARCHITECTURES[model.config.model_type].base_of(model)
+    config = base.config
     for module in (base, *attentions):
         _remove_hooks(module)
     for attention in attentions:
@@ -131,10 +132,10 @@ def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:
 
 
 def _build(
-    attentions: list[nn.Module], row: Architecture, config: LiZAConfig | TNTInjectionConfig, base, seed: int
+    attentions: dict[int, nn.Module], row: Architecture, config: LiZAConfig | TNTInjectionConfig, base, seed: int
 ) -> dict[int, nn.Module]:
     """The memory of each chosen layer, before anything is changed."""
-    heads, indices = Heads.of(base.config), config.layer_indices(len(attentions))
+    heads, indices = Heads.of(base.config), config.layer_indices(base.config)
     memory_config = config.memory_config(base.config) if isinstance(config, TNTInjectionConfig) else None
     memories = {}
     for i in indices:

@@ -75,7 +75,7 @@ def enter_model(
         )
     mask, cache = given.get("attention_mask"), take_cache(given)
     given[CACHE_NAME] = cache
-    injected = [attention for attention in row.attention_modules(module) if is_injected(attention)]
+    injected = list(filter(is_injected, row.attention_modules(module).values()))
     if is_disabled(injected[0]):
         if getattr(cache, "tnt_injection", None) is not None and cache.get_seq_length():
             raise ValueError(f"{CACHE_NAME} was filled with the memory on, which disable_adapter() has switched off.")
@@ -135,6 +135,8 @@ def documents(
         ValueError: packed documents between which attention itself would look.
     """
     positions, mixed = given.get("position_ids"), None
+    if positions is not None and positions.ndim == 3:  # multimodal RoPE's, of which the first count tokens
+        positions = positions[0]
     if not row.separates_documents:
         mixed = f"in a {row.attention_class} attention would look across documents; pass one document per row."
     elif mask is not None or cache is not None or given.get("use_cache"):

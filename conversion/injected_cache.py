@@ -72,7 +72,7 @@ def make_stateful(cache: Any, slots: dict[int, int], count: int, settings: dict[
             layers[i] = InjectedSlidingLayer(layers[i].sliding_window, number)
         else:
             layers[i] = InjectedFullLayer(number)
-    cache.layers, cache.tnt_injection = layers, settings
+    cache.layers, cache.memory_layers, cache.tnt_injection = layers, sorted(slots), settings
 
 
 def note_tokens(cache: Cache, count: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from tnt_hf.configuration_tnt import TNTConfig
 
-from .architectures import Heads
+from .architectures import Heads, attention_layers
 from .families import DEFAULTS, memory_fields
 from .linear_attention import FEATURE_MAPS, IMPLEMENTATIONS, RULES
 
@@ -42,17 +42,20 @@ class _Injection:
     def _fail(self, field: str, reason: str) -> None:
         raise ValueError(f"{type(self).__name__}.{field}={getattr(self, field)!r}: {reason}.")
 
-    def layer_indices(self, count: int) -> list[int]:
+    def layer_indices(self, host: Any) -> list[int]:
         """
-        The layers that get a memory, in a model of `count` layers, ascending.
+        The layers that get a memory in a model with config `host`, ascending.
 
         Raises:
-            ValueError: one of them is out of range.
+            ValueError: one of them is out of range, or has no attention.
         """
+        there, count = attention_layers(host), host.num_hidden_layers
         if self.layers is None:
-            return list(range(count))
+            return there
         if outside := [i for i in self.layers if i >= count]:
             self._fail("layers", f"{outside[0]} is out of range, the model has {count} layers")
+        if without := [i for i in self.layers if i not in there]:
+            self._fail("layers", f"{without[0]} has no attention, layers {there} of the model have")
         return sorted(self.layers)
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,7 +218,7 @@ class TNTInjectionConfig(_Injection):
             rms_norm_eps=getattr(host, "rms_norm_eps", None) or 1e-6,
             initializer_range=getattr(host, "initializer_range", 0.02),
             sliding_window=self.max_self_attn_length,
-            memory_layers=self.layer_indices(host.num_hidden_layers),
+            memory_layers=self.layer_indices(host),
             **memory_fields(window, given),
         )
 

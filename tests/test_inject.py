@@ -45,8 +45,9 @@ def logits(model, input_ids, **kwargs):
     return model(input_ids, **kwargs).logits
 
 
-def attention_modules(model):
-    return ARCHITECTURES[model.config.model_type].attention_modules(model.base_model)
+def attention_modules(model) -> dict[int, torch.nn.Module]:
+    row = ARCHITECTURES[model.config.model_type]
+    return row.attention_modules(row.base_of(model))
 
 
 def double(kind="llama", **changes):
@@ -79,7 +80,7 @@ def test_nan_behind_a_closed_gate_is_silent(config):
     expected = logits(model, ids)
     inject(model, config)
     with torch.no_grad():
-        for attention in attention_modules(model):
+        for attention in attention_modules(model).values():
             for parameter in attention.memory.parameters():
                 if not torch.equal(parameter, torch.zeros_like(parameter)):
                     parameter.fill_(float("nan"))
@@ -140,7 +141,7 @@ def test_own_projections_are_copies_of_the_layers_q_k_v(kind):
         if "bias" in name or "norm" in name:
             torch.nn.init.constant_(parameter, 0.0 if "bias" in name or kind == "gemma3_text" else 1.0)
     if kind in ("phi", "persimmon"):  # their LayerNorm on q and k removes their mean
-        for attention in attention_modules(model):
+        for attention in attention_modules(model).values():
             attention.qk_layernorm = False
     if kind == "olmo":
         model.config.clip_qkv = None
@@ -207,6 +208,8 @@ def test_the_base_attention_can_be_narrowed(kind):
     for attn in attentions(kind):
         model = tiny_host(kind, attn=attn, **({"sliding_window": 64} if "sliding_window" in HOSTS[kind] else {}))
         masks = [window_mask(x, 4, attn, torch.float32) for x in valid]
+        if others := set(getattr(model.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}:
+            masks = [{"full_attention": m, **dict.fromkeys(others, x.long())} for m, x in zip(masks, valid)]
         expected = [logits(model, **{**case, "attention_mask": mask}) for case, mask in zip(cases, masks)]
         inject(model, LiZAConfig(weight=0.0, max_self_attn_length=4))
         for case, seen, wanted in zip(cases, valid, expected):
@@ -354,12 +357,14 @@ def test_torch_compile_of_forward_gives_the_same(config, backend):
 def test_unload_leaves_no_trace(kind, config):
     model, ids = tiny_host(kind), tokens(2, 9)
     expected, keys, before = logits(model, ids), list(model.state_dict()), model.config.to_dict()
+    stateful = model._is_stateful  # as hybrids are
     inject(model, config)
     assert model.config.tnt_injection == config.to_dict() and not torch.equal(logits(model, ids), expected)
     assert unload(model) is model
     assert torch.equal(logits(model, ids), expected) and list(model.state_dict()) == keys
     assert model.config._attn_implementation == attentions(kind)[0] and model.config.to_dict() == before
-    assert not any(module._forward_pre_hooks for module in model.modules()) and not model._is_stateful
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert model._is_stateful is stateful and "_is_stateful" not in vars(model)
     logits(inject(model, config), ids)
 
 
@@ -508,6 +513,10 @@ BAD = [
     (lambda: inject(inject(tiny_host("llama"), OPEN_LIZA), OPEN_TNT), "already"),
     (lambda: inject(torch.nn.Linear(2, 2), OPEN_LIZA), "Linear"),
     (lambda: inject(tiny_host("gpt2", attn="eager", reorder_and_upcast_attn=True), OPEN_LIZA), "reorder_and_upcast"),
+    (
+        lambda: inject(tiny_host("qwen3_next"), LiZAConfig(layers=[0])),
+        r"layers=\[0\].*0 has no attention, layers \[1\]",
+    ),
     (lambda: inject(tiny_host("gpt2", add_cross_attention=True), OPEN_LIZA), "add_cross_attention"),
     (lambda: inject(tiny_host("gemma3_text", use_bidirectional_attention=True), OPEN_LIZA), "bidirectional"),
     (lambda: inject(tiny_host("llama", attn="flex_attention"), OPEN_LIZA), "attn_implementation='flex_attention'"),
@@ -531,7 +540,7 @@ UNSUPPORTED = {
     "falcon": ({}, "attention interface"),
     "deepseek_v3": ({"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "latent"),
     "stablelm": ({}, "has not been checked"),
-    "lfm2": ({"layer_types": ["conv"]}, "recurrent or linear already"),
+    "jamba": ({"use_mamba_kernels": False}, "recurrent or linear already"),
     "tnt": ({}, "own memory"),
 }
 

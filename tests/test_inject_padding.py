@@ -82,6 +82,15 @@ def test_left_padding_without_positions_changes_nothing(kind):
     torch.testing.assert_close(later, expected[:, 30:], **CLOSE)
 
 
+def test_positions_of_multimodal_rope_are_counted_by_their_first():
+    model, (ids, mask) = inject(exact_host("qwen3_5_text"), OPEN_LIZA), left_padded([tokens(9), tokens(5)])
+    given = positions(mask)
+    expected = logits(model, ids, attention_mask=mask, position_ids=given)
+    assert torch.equal(logits(model, ids, attention_mask=mask, position_ids=given.expand(4, -1, -1)), expected)
+    with pytest.raises(ValueError, match="position_ids restart"):
+        model(ids[:1, :4], position_ids=torch.tensor([0, 1, 0, 1]).expand(4, 1, -1))
+
+
 COMPILED = [
     pytest.param(MODES["liza"], True, id="compiled liza"),
     pytest.param(MODES["tnt shared"], True, id="compiled tnt shared", marks=pytest.mark.slow),

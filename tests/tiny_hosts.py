@@ -49,6 +49,14 @@ EAGER_ONLY = ("gemma2", "gpt_oss", "vaultgemma")  # soft caps and sinks
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 GROUPS = {"n_group": 1, "topk_group": 1}
 SHARED = {**MOE, **GROUPS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # These share the attention of one above but for norms, biases, RoPE and what is around it.
 LIKE_OTHERS = {
@@ -72,6 +80,7 @@ LIKE_OTHERS = {
     "glm4": {"head_dim": 12},
     "glm4_moe": {**SHARED, "head_dim": 12},
     "granitemoe": {**LOCAL, "attention_multiplier": 0.2},
+    "granitemoehybrid": {**MAMBA, **LOCAL, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 24},
     "granitemoeshared": {**LOCAL, "shared_intermediate_size": 20, "attention_multiplier": 0.2},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 12},
@@ -80,15 +89,22 @@ LIKE_OTHERS = {
     "hyperclovax": {"attention_multiplier": 0.2},
     "jais2": {},
     "minimax_m2": {**LOCAL, "head_dim": 12},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "lfm2_moe": {**MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "ministral": {"head_dim": 12, "sliding_window": 5},
     "ministral3": {"head_dim": 12, "sliding_window": 5},
     "mixtral": {"num_local_experts": 4, "sliding_window": 5},
     "nanochat": {},
     "olmo3": WINDOWS,
+    "olmo_hybrid": {**HYBRID, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    "opt": {"ffn_dim": 40, "word_embed_proj_dim": 16},
     "persimmon": {},
     "phimoe": {**LOCAL, "sliding_window": 5},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "qwen3_5_moe_text": {**HYBRID, **MOE, "shared_expert_intermediate_size": 24, "head_dim": 16},
+    "qwen3_5_text": {**HYBRID, "head_dim": 16},
     "qwen3_moe": {**MOE, "head_dim": 12},
+    "qwen3_next": {**HYBRID, **MOE, "shared_expert_intermediate_size": 24, "head_dim": 16},
     "seed_oss": {"head_dim": 12},
     "solar_open": {**MOE, "n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 12},
     "starcoder2": {"sliding_window": 5},
@@ -134,7 +150,7 @@ def attentions(kind: str) -> tuple[str, ...]:
 def tiny_host(kind: str, dtype: torch.dtype = torch.float32, attn: str | None = None, **changes):
     """A model of type `kind` in eval mode, the same one for the same arguments; weights of std 0.15, no zero bias."""
     fields = {**SIZES, **HOSTS[kind], **changes}
-    if kind in ("gpt2", "gpt_neox", "persimmon"):
+    if kind in ("gpt2", "gpt_neox", "opt", "persimmon"):
         del fields["num_key_value_heads"]  # know no grouped heads
     config = AutoConfig.for_model(kind, **fields)
     config._experts_implementation = "eager"  # the fused ones refuse float64

@@ -145,7 +145,9 @@ def check_mask(cache: Cache, attention_mask: Tensor, past: int) -> None:
 
 def tokens_read(cache: Cache) -> Tensor | None:
     """Valid tokens `[B]` that the memory in `cache` has read, its memory time; `None` if there is no memory."""
-    for layer in cache.layers:
+    # of an injected model's cache some layers may hold the state of its own linear attention
+    for i in getattr(cache, "memory_layers", range(len(cache.layers))):
+        layer = cache.layers[i]
         if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.has_previous_state[0]:
             return layer.recurrent_states[layer.number_of_states - 1]
     return None
