@@ -183,6 +183,7 @@ def test_a_model_names_its_field(monkeypatch):
 
 CODE = """
 import logging, sys, torch
+sys.argv[0] = "tnt"  # as the command line starts, which keeps `tnt_hf` from loading the models: seconds
 logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.INFO)
 from tnt_hf import native_build_tnt
 from tnt_hf.memory_tnt import memory_chunkwise

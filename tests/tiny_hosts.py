@@ -110,7 +110,7 @@ LIKE_OTHERS = {
     "starcoder2": {"sliding_window": 5},
     "vaultgemma": {**WINDOWS, "head_dim": 12, "query_pre_attn_scalar": 20},
 }
-QUICK = ("mixtral",)  # of them: the others' tests are slow ones
+QUICK = ("mixtral", "qwen3_next")  # of them: the others' tests are slow ones
 HOST_NAMES = [*HOSTS, *(pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in LIKE_OTHERS)]
 hosts = pytest.mark.parametrize("kind", HOST_NAMES)
 HOSTS |= LIKE_OTHERS
