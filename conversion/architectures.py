@@ -263,6 +263,8 @@ def _own_code(model: PreTrainedModel, row: Architecture) -> str | None:
     """What a model of a known type does that the row does not describe."""
     config = model.config
     found = {type(attention).__name__ for attention in row.attention_modules(row.base_of(model)).values()}
+    if not found:
+        return "none of its layers has attention"
     if found != {row.attention_class}:
         return f"its attention is {', '.join(sorted(found))}, not {row.attention_class}"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):

@@ -138,7 +138,7 @@ def documents(
     if positions is not None and positions.ndim == 3:  # multimodal RoPE's, of which the first count tokens
         positions = positions[0]
     if not row.separates_documents:
-        mixed = f"in a {row.attention_class} attention would look across documents; pass one document per row."
+        mixed = f"a model with {row.attention_class} looks across documents; pass one document per row."
     elif mask is not None or cache is not None or given.get("use_cache"):
         other = "a cache (use_cache=True)" if mask is None else "an attention_mask"
         mixed = f"together with {other} attention would look across documents; pass position_ids alone."
