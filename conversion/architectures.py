@@ -71,7 +71,10 @@ class Architecture:
         rows = {None: (query, key, key), "gate": (2 * query, key, key)}.get(self.fused, (query + 2 * key,))
         weights = []
         for name, count in zip(self.projections, rows):
-            projection, expected = getattr(attention, name), (count, heads.hidden)
+            if (projection := getattr(attention, name)) is None:  # values are the keys before their norm
+                weights.append(weights[-1])
+                continue
+            expected = (count, heads.hidden)
             found = getattr(projection, "weight", None)
             if type(found) in (Tensor, nn.Parameter) and found.dtype in PLAIN:
                 weight = found.T if self.conv1d and found.ndim == 2 else found
@@ -131,6 +134,7 @@ ARCHITECTURES = {
     "gemma": Architecture("GemmaAttention"),
     "gemma2": Architecture("Gemma2Attention"),
     "gemma3_text": Architecture("Gemma3Attention"),
+    "gemma4_text": Architecture("Gemma4TextAttention"),
     "glm": Architecture("GlmAttention"),
     "glm4": Architecture("Glm4Attention"),
     "glm4_moe": Architecture("Glm4MoeAttention"),
@@ -197,14 +201,19 @@ ARCHITECTURES = {
 
 
 def attention_layers(config) -> list[int]:
-    """The layers of a model that have attention, ascending: in a hybrid others have something else."""
+    """
+    The layers of a model that have attention with keys and values of their own, ascending: in a hybrid others have
+    something else, and some models' last layers look at the keys and values of an earlier one.
+    """
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return [i for i, kind in enumerate(kinds) if kind in ("full_attention", "sliding_attention")]
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)
+    attends = [kind in ("full_attention", "sliding_attention") for kind in kinds]
+    return [i for i, mode in enumerate(modes) if attends[i] and mode != "reuse"]
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of a model's attention: `hidden` channels, `query` and `key_value` heads of `head_dim` channels."""
+    """Sizes of a layer's attention: `hidden` channels, `query` and `key_value` heads of `head_dim` channels."""
 
     hidden: int
     query: int
@@ -212,8 +221,9 @@ class Heads:
     head_dim: int
 
     @classmethod
-    def of(cls, config) -> "Heads":
-        """From a model's config."""
+    def of(cls, config, layer: int) -> "Heads":
+        """From a model's config, whose layers may differ."""
+        config = config.per_layer_config[layer]
         query = config.num_attention_heads
         key_value = getattr(config, "num_key_value_heads", None) or query
         width = getattr(config, "head_dim", None) or config.hidden_size // query
@@ -249,7 +259,7 @@ def _reason(model: PreTrainedModel) -> str:
         return "is an encoder-decoder model, and memory needs a causal decoder"
     text = config.get_text_config(decoder=True)
     if text is not config:
-        return f"is a composite model; inject into its language model ({text.model_type!r})"
+        return f"is a composite model; load its language model alone ({text.model_type!r})"
     if getattr(config, "kv_lora_rank", None):
         return "its multi-head latent attention has no keys and values per head at the attention interface"
     if not type(model)._can_set_attn_implementation():

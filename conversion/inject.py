@@ -125,7 +125,8 @@ def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:
     settings |= {name: getattr(memory.config, name) for name, value in settings.items() if value == "auto"}
     config = injection_from_dict(settings)
     if isinstance(config, TNTInjectionConfig):
-        config.memory_config(host)  # raises what loading would
+        for attention in attentions:
+            config.memory_config(host, attention.layer_idx)  # raises what loading would
     host.tnt_injection = config.to_dict()
     for attention in attentions:
         attention.max_self_attn_length = length
@@ -135,14 +136,13 @@ def _build(
     attentions: dict[int, nn.Module], row: Architecture, config: LiZAConfig | TNTInjectionConfig, base, seed: int
 ) -> dict[int, nn.Module]:
     """The memory of each chosen layer, before anything is changed."""
-    heads, indices = Heads.of(base.config), config.layer_indices(base.config)
-    memory_config = config.memory_config(base.config) if isinstance(config, TNTInjectionConfig) else None
-    memories = {}
-    for i in indices:
-        device, dtype = memory_dtype(attentions[i], row, base.dtype)
-        if memory_config is None:
+    memories, configs = {}, {}
+    for i in config.layer_indices(base.config):
+        heads, (device, dtype) = Heads.of(base.config, i), memory_dtype(attentions[i], row, base.dtype)
+        if isinstance(config, LiZAConfig):
             memories[i] = LiZAMemory(config, heads, i).to(device, dtype)
         else:
+            memory_config = configs.get(heads) or configs.setdefault(heads, config.memory_config(base.config, i))
             own = config.memory_projections == "own"
             qkv = row.qkv_weights(attentions[i], heads, dtype) if own else None
             memories[i] = build_tnt(memory_config, i, qkv, device, dtype, seed)

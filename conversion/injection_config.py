@@ -47,7 +47,7 @@ class _Injection:
         The layers that get a memory in a model with config `host`, ascending.
 
         Raises:
-            ValueError: one of them is out of range, or has no attention.
+            ValueError: one of them is out of range, or has no attention of its own.
         """
         there, count = attention_layers(host), host.num_hidden_layers
         if self.layers is None:
@@ -55,7 +55,7 @@ class _Injection:
         if outside := [i for i in self.layers if i >= count]:
             self._fail("layers", f"{outside[0]} is out of range, the model has {count} layers")
         if without := [i for i in self.layers if i not in there]:
-            self._fail("layers", f"{without[0]} has no attention, layers {there} of the model have")
+            self._fail("layers", f"{without[0]} has no attention of its own, layers {there} of the model have")
         return sorted(self.layers)
 
     def to_dict(self) -> dict[str, Any]:
@@ -195,9 +195,9 @@ class TNTInjectionConfig(_Injection):
     memory_grad_bound: float | int | None = None
     memory_implementation: str = "auto"
 
-    def memory_config(self, host: Any) -> TNTConfig:
+    def memory_config(self, host: Any, layer: int) -> TNTConfig:
         """
-        The [`TNTConfig`] of the memories in a model with config `host`, with sizes from it.
+        The [`TNTConfig`] of the memory in a layer of a model with config `host`, with sizes from it.
 
         Raises:
             ValueError: a value or combination that `TNTConfig` refuses, or layers out of range.
@@ -207,7 +207,7 @@ class TNTInjectionConfig(_Injection):
         del given["layers"], given["max_self_attn_length"]
         if given["memory_gate_init"] is None:
             del given["memory_gate_init"]
-        heads = Heads.of(host)
+        heads = Heads.of(host, layer)
         return TNTConfig(
             vocab_size=host.vocab_size,
             hidden_size=heads.hidden,

@@ -21,7 +21,7 @@ from tiny_hosts import HOSTS, OPEN_LIZA, OPEN_TNT, hosts, layouts, tiny_host
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tnt_hf.conversion.adapters import get_tptt_model, lora_config, without_adapters
-from tnt_hf.conversion.architectures import ARCHITECTURES, attention_layers
+from tnt_hf.conversion.architectures import ARCHITECTURES
 from tnt_hf.conversion.inject import inject, mag_modules, set_max_self_attn_length, unload
 from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig
 from tnt_hf.conversion.reload import load_injected
@@ -95,7 +95,8 @@ def test_lora_is_on_q_k_v_and_o_and_the_memory_is_trained_in_full(kind):
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     adapted = {name.split(".lora_")[0].split("base_model.model.")[1] for name in names if ".lora_" in name}
     assert {".".join(name.split(".")[-2:]) for name in adapted} == {f"{row.attention}.{x}" for x in row.projections}
-    assert len(adapted) == len(attention_layers(model.config)) * len(row.projections)
+    attentions = row.attention_modules(row.base_of(model.get_base_model())).values()
+    assert len(adapted) == sum(getattr(x, name) is not None for x in attentions for name in row.projections)
     memory = {name for name, _ in model.named_parameters() if ".memory.modules_to_save.default." in name}
     assert names == memory | {name for name in names if ".lora_" in name}
     assert any("memories.0.weights" in name for name in memory) and any("gate.scale" in name for name in memory)

@@ -148,7 +148,7 @@ def test_own_projections_are_copies_of_the_layers_q_k_v(kind):
     inject(model, TNTInjectionConfig(layers=[1]))
     memory = attention_modules(model)[1].memory
     (_, query, key, value, hidden_states), _ = captured(memory, model, tokens(3, 1))
-    heads = Heads.of(model.config)
+    heads = Heads.of(model.config, 1)
     assert query.shape[1:] == (heads.query, 1, heads.head_dim) and key.shape[1] == heads.key_value
     for proj, expected in ((memory.q_proj, query), (memory.k_proj, key), (memory.v_proj, value)):
         projected = proj(hidden_states).view(3, 1, -1, heads.head_dim).transpose(1, 2)
@@ -515,7 +515,7 @@ BAD = [
     (lambda: inject(tiny_host("gpt2", attn="eager", reorder_and_upcast_attn=True), OPEN_LIZA), "reorder_and_upcast"),
     (
         lambda: inject(tiny_host("qwen3_next"), LiZAConfig(layers=[0])),
-        r"layers=\[0\].*0 has no attention, layers \[1\]",
+        r"layers=\[0\].*0 has no attention of its own, layers \[1\]",
     ),
     (lambda: inject(tiny_host("lfm2", layer_types=["conv", "conv"]), OPEN_LIZA), "none of its layers has attention"),
     (lambda: inject(tiny_host("gpt2", add_cross_attention=True), OPEN_LIZA), "add_cross_attention"),

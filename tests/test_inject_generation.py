@@ -51,6 +51,19 @@ def test_cached_decoding_is_the_full_forward_pass(kind, config):
     assert cache.get_seq_length() == 33
 
 
+@opened
+def test_layers_without_keys_of_their_own_get_no_memory(config):
+    """They look at those of an earlier layer, which are longer than this call's tokens."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = double("gemma4_text", attn="eager", num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2)
+    with pytest.raises(ValueError, match=r"layers=\[2\].*2 has no attention.*layers \[0, 1\]"):
+        inject(model, type(config)(layers=[2]))
+    inject(model, config)
+    assert [hasattr(layer.self_attn, "memory") for layer in model.model.layers] == [True, True, False, False]
+    ids = tokens(2, 33)
+    torch.testing.assert_close(decode(model, ids, PIECES)[0], logits(model, ids), **CLOSE)
+
+
 @layouts
 @modes
 def test_cached_decoding_in_every_mode(kind, config):
