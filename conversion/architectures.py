@@ -115,6 +115,7 @@ def _describe(weight: object) -> str:
     return f"{kind} {weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else kind
 
 
+OUT_PROJ = ("q_proj", "k_proj", "v_proj", "out_proj")
 ARCHITECTURES = {
     "afmoe": Architecture("AfmoeAttention", separates_documents=False),
     "apertus": Architecture("ApertusAttention"),
@@ -157,12 +158,8 @@ ARCHITECTURES = {
     "hy_v3": Architecture("HYV3Attention"),
     "hyperclovax": Architecture("HyperCLOVAXAttention"),
     "jais2": Architecture("Jais2Attention"),
-    "lfm2": Architecture(
-        "Lfm2Attention", projections=("q_proj", "k_proj", "v_proj", "out_proj"), separates_documents=False
-    ),
-    "lfm2_moe": Architecture(
-        "Lfm2MoeAttention", projections=("q_proj", "k_proj", "v_proj", "out_proj"), separates_documents=False
-    ),
+    "lfm2": Architecture("Lfm2Attention", projections=OUT_PROJ, separates_documents=False),
+    "lfm2_moe": Architecture("Lfm2MoeAttention", projections=OUT_PROJ, separates_documents=False),
     "llama": Architecture("LlamaAttention"),
     "minimax_m2": Architecture("MiniMaxM2Attention"),
     "ministral": Architecture("MinistralAttention"),
@@ -175,12 +172,7 @@ ARCHITECTURES = {
     "olmo3": Architecture("Olmo3Attention"),
     "olmoe": Architecture("OlmoeAttention"),
     "olmo_hybrid": Architecture("OlmoHybridAttention", separates_documents=False),
-    "opt": Architecture(
-        "OPTAttention",
-        projections=("q_proj", "k_proj", "v_proj", "out_proj"),
-        base="decoder",
-        separates_documents=False,
-    ),
+    "opt": Architecture("OPTAttention", projections=OUT_PROJ, base="decoder", separates_documents=False),
     "persimmon": Architecture("PersimmonAttention", projections=("query_key_value", "dense"), fused="per_head"),
     "phi": Architecture("PhiAttention", projections=("q_proj", "k_proj", "v_proj", "dense")),
     "phi3": Architecture("Phi3Attention", projections=("qkv_proj", "o_proj"), fused="blocks"),
@@ -207,8 +199,10 @@ def attention_layers(config) -> list[int]:
     """
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)
-    attends = [kind in ("full_attention", "sliding_attention") for kind in kinds]
-    return [i for i, mode in enumerate(modes) if attends[i] and mode != "reuse"]
+    has_keys = [
+        kind in ("full_attention", "sliding_attention") and mode != "reuse" for kind, mode in zip(kinds, modes)
+    ]
+    return [i for i, own in enumerate(has_keys) if own]
 
 
 @dataclass(frozen=True)

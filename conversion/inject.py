@@ -136,16 +136,15 @@ def _build(
     attentions: dict[int, nn.Module], row: Architecture, config: LiZAConfig | TNTInjectionConfig, base, seed: int
 ) -> dict[int, nn.Module]:
     """The memory of each chosen layer, before anything is changed."""
-    memories, configs = {}, {}
+    memories = {}
     for i in config.layer_indices(base.config):
         heads, (device, dtype) = Heads.of(base.config, i), memory_dtype(attentions[i], row, base.dtype)
         if isinstance(config, LiZAConfig):
             memories[i] = LiZAMemory(config, heads, i).to(device, dtype)
         else:
-            memory_config = configs.get(heads) or configs.setdefault(heads, config.memory_config(base.config, i))
             own = config.memory_projections == "own"
             qkv = row.qkv_weights(attentions[i], heads, dtype) if own else None
-            memories[i] = build_tnt(memory_config, i, qkv, device, dtype, seed)
+            memories[i] = build_tnt(config.memory_config(base.config, i), i, qkv, device, dtype, seed)
     return memories
 
 

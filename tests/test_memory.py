@@ -564,7 +564,7 @@ def test_one_token_compiles_without_a_graph_break():
 
 
 @pytest.mark.parametrize("read", ["chunk_start", "current"])
-@pytest.mark.parametrize("lengths", [[8] * 16, [8] * 8 + [64], [16, 20, 16, 64, 12]], ids=str)
+@pytest.mark.parametrize("lengths", [[8] * 16, [8] * 8 + [64], [16, 20, 16, 64, 12], [8] * 4 + [96]], ids=str)
 def test_short_documents_do_not_take_a_long_chunk_each(read, lengths):
     """Packed in one row they are what they are alone and cost what one document of the row's length does, with chunks
     of 64, longer than most of them. Ids may come back after another document."""

@@ -58,7 +58,7 @@ HYBRID = {
 }
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-# These share the attention of one above but for norms, biases, RoPE and what is around it.
+# These share the attention of one above but for norms, biases, gates, RoPE and what is around it or in other layers.
 LIKE_OTHERS = {
     "afmoe": {**MOE, **WINDOWS, "num_local_experts": 4, "num_dense_layers": 1, "head_dim": 12},
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},

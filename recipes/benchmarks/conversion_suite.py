@@ -49,7 +49,7 @@ SHARDS = 4
 BLOCK = 32 * 2**20  # bytes of random numbers, repeated
 SAMPLE = 0.003  # seconds between two looks at a process
 LIMITS = {"copy_over_cp": 1.2, "link_seconds": 10, "same_dtype_mib": 256, "cast_mib": 2048}
-ROOM = 2 * 2**30  # bytes beside the source and one result, if these are no smaller themselves
+ROOM = 2 * 2**30  # bytes beside the source and one result, or as many as one of them has
 # As the command line starts: its program name keeps `import tnt_hf` from loading the model.
 IMPORTS = """
 import sys
