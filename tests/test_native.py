@@ -5,11 +5,15 @@ run with both forms. Here are the widths that fill the processor's vectors or do
 """
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ from test_memory import leaves, make_inputs, run
 from tiny import MODES, tiny_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
-from tnt_hf import native_build_tnt
+from tnt_hf import native_build_tnt, native_step_tnt, native_tnt
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 
 
@@ -222,8 +226,79 @@ def test_without_a_compiler_it_is_torch_and_says_so_once(tmp_path, compiler):
     foreign.chmod(0o755)
     told = elsewhere(tmp_path / "cache", CC=compiler, PATH=str(tmp_path / "bin"))
     assert told.count("implementation='auto' runs 'chunk' on the CPU: ") == 1 and "same True" in told
-    assert ("no C compiler was found" if compiler == "no-such-compiler" else "the C compiler failed") in told
+    assert {"no-such-compiler": "CC names 'no-such-compiler', and there is none"}.get(
+        compiler, "compiler failed"
+    ) in told
     assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_the_first_compiler_there_is(tmp_path, monkeypatch):
+    """gcc, cc and clang, then the wheel of zig; what CC names alone where it is set, with arguments or without."""
+
+    def installed(name: str) -> str:
+        path = tmp_path / name
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+        return str(path)
+
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "ziglang", None)
+    with pytest.raises(native_build_tnt.Unavailable, match="no C compiler was found: .*`pip install ziglang`"):
+        native_build_tnt._compiler()
+    wheel = ModuleType("ziglang")
+    wheel.__spec__ = ModuleSpec("ziglang", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setitem(sys.modules, "ziglang", wheel)
+    assert native_build_tnt._compiler() == [str(tmp_path / "zig"), "cc"]
+    for name in ("clang", "cc", "gcc"):
+        path = installed(name)
+        assert native_build_tnt._compiler() == [path]
+    monkeypatch.setenv("CC", "clang -pipe")
+    assert native_build_tnt._compiler() == ["clang", "-pipe"]
+    monkeypatch.setenv("CC", installed("a compiler"))
+    assert native_build_tnt._compiler() == [str(tmp_path / "a compiler")]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [(torch.float32, FLOAT32), pytest.param(torch.float64, 1e-13, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("compiler", ["clang", "zig"])
+def test_other_compilers(tmp_path, monkeypatch, dtype, tolerance, compiler):
+    """What clang makes of the source does what gcc's code does, in one of torch's threads or in several."""
+    if compiler == "clang" and shutil.which("clang") is None or compiler == "zig" and find_spec("ziglang") is None:
+        pytest.skip(f"{compiler} is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(native_build_tnt, "COMPILERS", ("clang",) * (compiler == "clang"))
+    tensors, weights, gates = make_inputs(B=3, T=70, G=2, K=24, V=24, dtype=dtype, momentum=True, decay=True)
+    model, prompt = tiny_model(dtype, **MODES["momentum and forgetting"]), tokens(3, 30)
+
+    def op(x, w, gates, **rest):
+        return run(memory_chunkwise, x, w, gates, chunk_size=16, implementation="native", **rest)
+
+    @torch.no_grad()
+    def decoded():
+        first = model(prompt[:, :-1], use_cache=True)
+        return [first.logits, model(prompt[:, -1:], past_key_values=first.past_key_values).logits]
+
+    threads, found, logits = torch.get_num_threads(), [], []
+    try:
+        gcc, other = native_build_tnt.library(dtype), native_build_tnt.library.__wrapped__(dtype)
+        for code, number in ((gcc, 1), (other, 1), (other, 3)):
+            for module in (native_tnt, native_step_tnt):
+                monkeypatch.setattr(module, "library", lambda _, code=code: code)
+            torch.set_num_threads(number)
+            found.append(results(op, tensors, weights, gates))
+            logits.append(decoded())
+    finally:
+        torch.set_num_threads(threads)
+    for want, got, in_threads in zip(*found, strict=True):
+        assert (got - want).abs().max() <= tolerance * want.abs().max() and torch.equal(in_threads, got)
+    for want, *others in zip(*logits, strict=True):
+        for got in others:  # torch's own products depend on the number of threads
+            assert (got - want).abs().max() <= tolerance * want.abs().max()
 
 
 def test_without_room_for_it_it_is_torch(tmp_path):

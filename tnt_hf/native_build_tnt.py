@@ -14,11 +14,13 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -48,8 +50,9 @@ PLACES = f"enum {{ {', '.join(TENSORS)}, FIXED }};\nenum {{ {', '.join(f'{x}_' f
 SOURCE = (PRODUCTS, SCALARS, PLACES, f"#define MAX_LAYERS {MAX_LAYERS}", CHUNK, FORWARD, REVERSE, PROGRAMS, TOKEN)
 SOURCE = "\n".join(SOURCE)
 # -ffast-math is not among them: sums keep their order, nan and inf their meaning.
-FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 PROCESSOR = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
+COMPILERS = ("gcc", "cc", "clang")
 SECONDS = 300  # after which a compiler is taken to hang
 logger = logging.getLogger(__name__)
 
@@ -180,17 +183,33 @@ def _own_folder() -> Path:
     return Path(folder)
 
 
+def _compiler() -> list[str]:
+    """What CC names, or else the first that is found of gcc, cc, clang and the clang in the wheel of `ziglang`."""
+    named = os.environ.get("CC")
+    if named:
+        command = [named] if shutil.which(named) else shlex.split(named)
+        if not command or shutil.which(command[0]) is None:
+            raise Unavailable(f"CC names {named!r}, and there is none")
+        return command
+    for name in COMPILERS:
+        if found := shutil.which(name):
+            return [found]
+    wheel = find_spec("ziglang")
+    if wheel and wheel.origin:
+        return [str(Path(wheel.origin).with_name("zig")), "cc"]
+    raise Unavailable(f"no C compiler was found: {', '.join(COMPILERS)}, or what `pip install ziglang` brings")
+
+
 def _compile(flags: tuple[str, ...], place: Path) -> None:
-    """Two steps: a linker that knew of OpenMP would bring its own, and torch's threads would wait beside ours."""
-    compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc")
-    if compiler is None:
-        raise Unavailable("no C compiler was found (gcc, or what CC names)")
+    """No OpenMP is linked: torch's threads would wait beside those of another."""
+    compiler = _compiler()
+    alone = ("-nostdlib",) * (Path(compiler[0]).name == "zig")  # else it builds a library first: 15 seconds
     logger.info("compiling %s, once for this processor", place.name)
     with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
         source, code, linked = (Path(scratch) / name for name in ("memory.c", "memory.o", place.name))
         source.write_text(SOURCE)
-        _run(compiler, *flags, "-c", source, "-o", code)
-        _run(compiler, "-shared", code, "-o", linked, "-lm")
+        _run(*compiler, *flags, "-c", source, "-o", code)
+        _run(*compiler, "-shared", *alone, code, "-o", linked, "-lm", "-lc")
         content = linked.read_bytes()
         linked.write_bytes(content + hashlib.sha256(content).digest())
         linked.replace(place)  # whoever compiles at the same time leaves the same

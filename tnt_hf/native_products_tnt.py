@@ -39,6 +39,11 @@ typedef double real;
 #define TILE 4, 2
 #define TURNED_TILE 4, 2
 #endif
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)") /* "unroll" alone comes too late for it to use registers */
+#else
+#define UNROLL _Pragma("GCC unroll 8") /* the most that a loop has */
+#endif
 #define VL ((int)(VB / sizeof(real)))
 typedef real vec __attribute__((vector_size(VB), aligned(sizeof(real)), may_alias));
 typedef int64_t I;
@@ -62,34 +67,24 @@ inline_ void include(Terms *terms, real by, const real *x) {
 inline_ void tile(const int mb, const int nb, I K, const real *A, I as0, I as1, const real *B, I ldb, real *O, I ldo,
                   I at, real alpha, const Terms *terms) {
     vec acc[8][4];
-#pragma GCC unroll 8
-    for (int r = 0; r < mb; r++)
-#pragma GCC unroll 8
-        for (int n = 0; n < nb; n++) acc[r][n] = (vec){0};
+    UNROLL for (int r = 0; r < mb; r++)
+        UNROLL for (int n = 0; n < nb; n++) acc[r][n] = (vec){0};
     for (I k = 0; k < K; k++) {
         const vec *b = (const vec *)(B + k * ldb);
-#pragma GCC unroll 8
-        for (int r = 0; r < mb; r++) {
+        UNROLL for (int r = 0; r < mb; r++) {
             real x = A[r * as0 + k * as1];
-#pragma GCC unroll 8
-            for (int n = 0; n < nb; n++) acc[r][n] += x * b[n];
+            UNROLL for (int n = 0; n < nb; n++) acc[r][n] += x * b[n];
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < mb; r++)
-#pragma GCC unroll 8
-        for (int n = 0; n < nb; n++) acc[r][n] *= alpha;
+    UNROLL for (int r = 0; r < mb; r++)
+        UNROLL for (int n = 0; n < nb; n++) acc[r][n] *= alpha;
     for (int i = 0; i < terms->n; i++) {
         const real *x = terms->x[i] + at, by = terms->by[i];
-#pragma GCC unroll 8
-        for (int r = 0; r < mb; r++)
-#pragma GCC unroll 8
-            for (int n = 0; n < nb; n++) acc[r][n] += by * ((const vec *)(x + r * ldo))[n];
+        UNROLL for (int r = 0; r < mb; r++)
+            UNROLL for (int n = 0; n < nb; n++) acc[r][n] += by * ((const vec *)(x + r * ldo))[n];
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < mb; r++)
-#pragma GCC unroll 8
-        for (int n = 0; n < nb; n++) ((vec *)(O + at + r * ldo))[n] = acc[r][n];
+    UNROLL for (int r = 0; r < mb; r++)
+        UNROLL for (int n = 0; n < nb; n++) ((vec *)(O + at + r * ldo))[n] = acc[r][n];
 }
 
 /* mb rows at once as long as there are so many: with few columns it takes more of them to keep the processor busy */
@@ -165,36 +160,37 @@ static void pairs_times_reads(I C, I G, I N, const real *p, I ldp, const real *x
 }
 
 typedef real eight __attribute__((vector_size(8 * sizeof(real)), aligned(sizeof(real)), may_alias));
-#if REAL_BYTES == 4
-typedef int32_t lanes __attribute__((vector_size(32)));
+#if defined(__clang__)
+#define SHUFFLE __builtin_shufflevector
+#elif REAL_BYTES == 4
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(32)))){__VA_ARGS__})
 #else
-typedef int64_t lanes __attribute__((vector_size(64)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int64_t __attribute__((vector_size(64)))){__VA_ARGS__})
 #endif
+#define ONE 0, 8, 1, 9, 4, 12, 5, 13
+#define ONE_HIGH 2, 10, 3, 11, 6, 14, 7, 15
+#define TWO 0, 1, 8, 9, 4, 5, 12, 13
+#define TWO_HIGH 2, 3, 10, 11, 6, 7, 14, 15
+#define FOUR 0, 1, 2, 3, 8, 9, 10, 11
+#define FOUR_HIGH 4, 5, 6, 7, 12, 13, 14, 15
 
 /* y [8, 8] = x [8, 8] transposed: pairs of rows by single numbers, by two and by four. In halves of 128 bits a shuffle
    is cheap. */
 inline_ void transpose8(const real *x, I ldx, real *y, I ldy) {
-    const lanes one = {0, 8, 1, 9, 4, 12, 5, 13}, one_high = {2, 10, 3, 11, 6, 14, 7, 15};
-    const lanes two = {0, 1, 8, 9, 4, 5, 12, 13}, two_high = {2, 3, 10, 11, 6, 7, 14, 15};
-    const lanes four = {0, 1, 2, 3, 8, 9, 10, 11}, four_high = {4, 5, 6, 7, 12, 13, 14, 15};
     eight r[8], t[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) r[i] = *(const eight *)(x + i * ldx);
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        t[i] = __builtin_shuffle(r[i], r[i + 1], one);
-        t[i + 1] = __builtin_shuffle(r[i], r[i + 1], one_high);
+    UNROLL for (int i = 0; i < 8; i++) r[i] = *(const eight *)(x + i * ldx);
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        t[i] = SHUFFLE(r[i], r[i + 1], ONE);
+        t[i + 1] = SHUFFLE(r[i], r[i + 1], ONE_HIGH);
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) { /* columns 0, 2 and their next, of the upper and the lower four rows */
+    UNROLL for (int i = 0; i < 4; i++) { /* columns 0, 2 and their next, of the upper and the lower four rows */
         int from = i / 2 * 4 + i % 2, to = i / 2 * 4 + i % 2 * 2;
-        r[to] = __builtin_shuffle(t[from], t[from + 2], two);
-        r[to + 1] = __builtin_shuffle(t[from], t[from + 2], two_high);
+        r[to] = SHUFFLE(t[from], t[from + 2], TWO);
+        r[to + 1] = SHUFFLE(t[from], t[from + 2], TWO_HIGH);
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        *(eight *)(y + i * ldy) = __builtin_shuffle(r[i], r[i + 4], four);
-        *(eight *)(y + (i + 4) * ldy) = __builtin_shuffle(r[i], r[i + 4], four_high);
+    UNROLL for (int i = 0; i < 4; i++) {
+        *(eight *)(y + i * ldy) = SHUFFLE(r[i], r[i + 4], FOUR);
+        *(eight *)(y + (i + 4) * ldy) = SHUFFLE(r[i], r[i + 4], FOUR_HIGH);
     }
 }
 
@@ -299,10 +295,8 @@ static void through_ring_products(I rows, I D, const real *grad, const real *x, 
 inline_ real sum_of(vec x) {
     real part[VL];
     *(vec *)part = x;
-#pragma GCC unroll 4
-    for (int n = VL / 2; n; n /= 2)
-#pragma GCC unroll 8
-        for (int l = 0; l < n; l++) part[l] += part[l + n];
+    UNROLL for (int n = VL / 2; n; n /= 2)
+        UNROLL for (int l = 0; l < n; l++) part[l] += part[l + n];
     return part[0];
 }
 

@@ -88,6 +88,19 @@ static void backward_program(const Job *job, I p, Backward *b) {
 
 /* --------------------------------------------------------------------------------------------------- entry points */
 
+/* "omp parallel" as gcc calls it: code of other compilers, too, runs in the threads of torch's OpenMP */
+void GOMP_parallel(void (*body)(void *), void *given, unsigned threads, unsigned flags);
+#define IN_THREADS(body, given, threads) \
+    ((threads) > 1 ? GOMP_parallel(body, given, (unsigned)(threads), 0) : body(given))
+#define TAKE(next) __atomic_fetch_add(&(next), 1, __ATOMIC_RELAXED)
+
+/* A call's threads take programs from it in turn. */
+typedef struct {
+    const Job *job;
+    I next;
+    int failed;
+} Shared;
+
 static Job job_of(const Shape *s, void *const *t, double eps, double bound) {
     Job job = {s, t, (real)eps, (real)bound, s->C * s->groups, ROUND(s->C), 0, 0, 0};
     job.slots = s->stride ? (s->steps + s->stride - 1) / s->stride : 0;
@@ -108,24 +121,25 @@ static Job job_of(const Shape *s, void *const *t, double eps, double bound) {
 #define RESTORE
 #endif
 
-/* Every thread runs programs in a room of its own. */
 #define RUN(name, Room)                                                                                              \
+    static void name##_thread(void *given) {                                                                         \
+        Shared *x = given;                                                                                           \
+        Room room;                                                                                                   \
+        real *arena = aligned_alloc(64, (room_##name(x->job, &room, 0) * sizeof(real) / 64 + 1) * 64);               \
+        FLUSH;                                                                                                       \
+        if (arena) room_##name(x->job, &room, arena);                                                                \
+        for (I p; (p = TAKE(x->next)) < x->job->s->programs;) {                                                      \
+            if (arena) name##_program(x->job, p, &room);                                                             \
+            else x->failed = 1;                                                                                      \
+        }                                                                                                            \
+        free(arena);                                                                                                 \
+        RESTORE;                                                                                                     \
+    }                                                                                                                \
     int name(const Shape *s, void *const *t, double eps, double bound) {                                             \
         Job job = job_of(s, t, eps, bound);                                                                          \
-        int failed = 0;                                                                                              \
-        _Pragma("omp parallel num_threads(s->threads)") {                                                            \
-            Room room;                                                                                               \
-            real *arena = aligned_alloc(64, (room_##name(&job, &room, 0) * sizeof(real) / 64 + 1) * 64);             \
-            FLUSH;                                                                                                   \
-            if (arena) room_##name(&job, &room, arena);                                                              \
-            _Pragma("omp for schedule(dynamic)") for (I p = 0; p < s->programs; p++) {                               \
-                if (arena) name##_program(&job, p, &room);                                                           \
-                else failed = 1;                                                                                     \
-            }                                                                                                        \
-            free(arena);                                                                                             \
-            RESTORE;                                                                                                 \
-        }                                                                                                            \
-        return failed;                                                                                               \
+        Shared x = {&job, 0, 0};                                                                                     \
+        IN_THREADS(name##_thread, &x, s->threads);                                                                   \
+        return x.failed;                                                                                             \
     }
 
 RUN(forward, Forward)

@@ -223,26 +223,43 @@ static void token_program(const Call *s, void *const *t, const double *scales, I
     }
 }
 
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+
+typedef struct {
+    const Call *s;
+    void *const *t;
+    const double *scales;
+    I widest;
+    int failed;
+} SharedToken;
+
+/* A thread has the same programs at every token: their memories are in its cache. */
+static void token_thread(void *given) {
+    SharedToken *x = given;
+    const Call *s = x->s;
+    I programs = s->rows * s->H, threads = 1, thread = 0;
+    if (s->threads > 1) threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    I size = (2 * s->G + 2) * s->D + ((1 + s->projections) * s->G + 1) * s->width[0];
+    size += 3 * (1 + s->L + s->G) * x->widest;
+    real *room = aligned_alloc(64, (size * sizeof(real) / 64 + 1) * 64);
+    FLUSH;
+    for (I p = thread * programs / threads; p < (thread + 1) * programs / threads; p++) {
+        if (room) token_program(s, x->t, x->scales, p, room, x->widest);
+        else x->failed = 1;
+    }
+    free(room);
+    RESTORE;
+}
+
 /* scales: eps, bound, eps of the norm, and of each memory the largest theta */
 int token(const Call *s, void *const *t, const double *scales) {
-    I widest = s->D, programs = s->rows * s->H;
-    int failed = 0;
-    EACH(i, s->L + 1) widest = s->width[i] > widest ? s->width[i] : widest;
-    widest = ROUND(widest);
-    I size = (2 * s->G + 2) * s->D + ((1 + s->projections) * s->G + 1) * s->width[0];
-    size += 3 * (1 + s->L + s->G) * widest;
-    _Pragma("omp parallel num_threads(s->threads) if (s->threads > 1)") {
-        real *room = aligned_alloc(64, (size * sizeof(real) / 64 + 1) * 64);
-        FLUSH;
-        _Pragma("omp for") for (I p = 0; p < programs; p++) {
-            if (room) token_program(s, t, scales, p, room, widest);
-            else failed = 1;
-        }
-        free(room);
-        RESTORE;
-    }
+    SharedToken x = {s, t, scales, s->D, 0};
+    EACH(i, s->L + 1) x.widest = s->width[i] > x.widest ? s->width[i] : x.widest;
+    x.widest = ROUND(x.widest);
+    IN_THREADS(token_thread, &x, s->threads);
     const int8_t *present = t[PRESENT];
     EACH(b, s->rows) ((int64_t *)t[TIME])[b] += !present || present[b];
-    return failed;
+    return x.failed;
 }
 """
