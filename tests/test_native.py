@@ -194,7 +194,7 @@ from tnt_hf.memory_tnt import memory_chunkwise
 # first
 x = torch.nn.functional.normalize(torch.randn(1, 8, 1, 16), dim=-1)
 rest = torch.ones(1, 8, 1), [torch.eye(16)[None]]
-run = lambda how: memory_chunkwise(x, x, x, *rest, chunk_size=2, implementation=how)[0]
+run = lambda how: memory_chunkwise(x, x, -x, *rest, chunk_size=2, implementation=how)[0]
 print("same", torch.allclose(run("auto"), run("chunk"), atol=1e-5), native_build_tnt.unavailable(torch.float32))
 """
 

@@ -208,8 +208,8 @@ def _compile(flags: tuple[str, ...], place: Path) -> None:
     with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
         source, code, linked = (Path(scratch) / name for name in ("memory.c", "memory.o", place.name))
         source.write_text(SOURCE)
-        _run(*compiler, *flags, "-c", source, "-o", code)
-        _run(*compiler, "-shared", *alone, code, "-o", linked, "-lm", "-lc")
+        _run([*compiler, *flags, "-c", source, "-o", code], scratch)
+        _run([*compiler, "-shared", *alone, code, "-o", linked, "-lm", "-lc"], scratch)
         content = linked.read_bytes()
         linked.write_bytes(content + hashlib.sha256(content).digest())
         linked.replace(place)  # whoever compiles at the same time leaves the same
@@ -221,9 +221,11 @@ def _is_whole(place: Path) -> bool:
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
-def _run(*command) -> None:
+def _run(command: list, scratch: str) -> None:
+    environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": scratch, "ZIG_LOCAL_CACHE_DIR": scratch}
+    options = {"capture_output": True, "text": True, "errors": "replace", "timeout": SECONDS, "env": environment}
     try:
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, errors="replace", timeout=SECONDS)
+        done = subprocess.run([*map(str, command)], **options)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the C compiler failed: {error}") from None
     if done.returncode:

@@ -292,9 +292,10 @@ static void through_ring_products(I rows, I D, const real *grad, const real *x, 
     }
 }
 
-inline_ real sum_of(vec x) {
+/* Of an address: gcc 14 for aarch64 breaks off at a parameter that is a vector aligned as its numbers are. */
+inline_ real sum_of(const vec *x) {
     real part[VL];
-    *(vec *)part = x;
+    *(vec *)part = *x;
     UNROLL for (int n = VL / 2; n; n /= 2)
         UNROLL for (int l = 0; l < n; l++) part[l] += part[l + n];
     return part[0];
@@ -308,7 +309,8 @@ inline_ real sum_of(vec x) {
     for (; i + 4 * VL <= n; i += 4 * VL) EACH(u, 4) sum[u] += term(vec, i + u * VL);                                  \
     for (; i + VL <= n; i += VL) sum[0] += term(vec, i);                                                              \
     for (; i < n; i++) rest += term(real, i);                                                                         \
-    return rest + sum_of((sum[0] + sum[1]) + (sum[2] + sum[3]))
+    sum[0] = (sum[0] + sum[1]) + (sum[2] + sum[3]);                                                                   \
+    return rest + sum_of(sum)
 #define AT(type, x, i) (*(const type *)(x + (i)))
 
 inline_ real dot(I n, const real *x, const real *y) {
