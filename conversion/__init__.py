@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .export import export_injected
     from .inject import inject, unload
     from .injection_config import LiZAConfig, TNTInjectionConfig
+    from .language_model import language_model
     from .linear_attention import linear_attention
     from .liza import LiZAttention
     from .reload import load_injected
@@ -33,6 +34,7 @@ _MODULES = {
     "unload": "inject",
     "LiZAConfig": "injection_config",
     "TNTInjectionConfig": "injection_config",
+    "language_model": "language_model",
     "LiZACallback": "schedules",
     "LiZAttention": "liza",
     "linear_attention": "linear_attention",
@@ -52,6 +54,7 @@ __all__ = [
     "export_injected",
     "get_tptt_model",
     "inject",
+    "language_model",
     "linear_attention",
     "load_injected",
     "lora_config",
@@ -63,8 +66,8 @@ __all__ = [
 
 
 class _Package(ModuleType):
-    """`inject` and `linear_attention` name a function and the file that holds it: the package's attribute is the
-    function, whichever was imported first."""
+    """`inject` and others name a function and the file that holds it: the package's attribute is the function,
+    whichever was imported first."""
 
     def __setattr__(self, name, value):
         same_name = isinstance(value, ModuleType) and _MODULES.get(name) == name

@@ -28,6 +28,7 @@ from .architectures import ARCHITECTURES
 from .inject import inject, unload
 from .injected_attention import is_injected
 from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
+from .language_model import language_model
 from .reload import load_injected
 
 
@@ -124,7 +125,7 @@ def get_tptt_model(
     there are no `linear_precision`, `bidirectional`, `cross_gate`, `pooling_config` and `padding_side`.
 
     Args:
-        base: a model, changed in place, or a folder or Hub id.
+        base: a model, changed in place, or a folder or Hub id, of whose model the language model alone is taken.
         config: [`LiZAConfig`], [`TNTInjectionConfig`], or either as a dict (`LiZAConfig` where it names no `"kind"`).
         lora: overrides of [`lora_config`].
         kwargs: for `AutoModelForCausalLM.from_pretrained`, when `base` is a name.
@@ -147,7 +148,7 @@ def get_tptt_model(
         raise ValueError(f"lora={type(lora).__name__}: must be a dict of LoraConfig's fields or None.")
     _check_overrides(lora)
     if isinstance(base, (str, os.PathLike)):
-        base = AutoModelForCausalLM.from_pretrained(base, **kwargs)
+        base = language_model(AutoModelForCausalLM.from_pretrained(base, **kwargs))
     elif kwargs:
         raise ValueError(f"{', '.join(kwargs)}: only for a base that is loaded here, not a {type(base).__name__}.")
     inject(base, config)

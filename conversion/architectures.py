@@ -253,7 +253,9 @@ def _reason(model: PreTrainedModel) -> str:
         return "is an encoder-decoder model, and memory needs a causal decoder"
     text = config.get_text_config(decoder=True)
     if text is not config:
-        return f"is a composite model; load its language model alone ({text.model_type!r})"
+        if text.model_type in ARCHITECTURES:
+            return f"is a composite model; inject into language_model(model), which is {text.model_type!r}"
+        return f"is a composite model, and its language model ({text.model_type!r}) is not supported"
     if getattr(config, "kv_lora_rank", None):
         return "its multi-head latent attention has no keys and values per head at the attention interface"
     if not type(model)._can_set_attn_implementation():
@@ -271,7 +273,9 @@ def _own_code(model: PreTrainedModel, row: Architecture) -> str | None:
         return "none of its layers has attention"
     if found != {row.attention_class}:
         return f"its attention is {', '.join(sorted(found))}, not {row.attention_class}"
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    # "vision": between the tokens of an image, of which a language model has none
+    both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
+    if both_ways or not getattr(config, "is_causal", True):
         return "its attention is bidirectional, and memory is causal"
     if getattr(config, "add_cross_attention", False):
         return "add_cross_attention=True: memory needs a model without cross-attention"

@@ -154,6 +154,12 @@ def read_source_config(fields: dict[str, Any]) -> PreTrainedConfig:
     if (method := fields.get("quantization_config")) is not None:
         method = method.get("quant_method", method) if isinstance(method, dict) else method
         raise ValueError(f"quantization_config={method!r}: needs weights that are not quantized")
+    text = fields.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") in FAMILIES:
+        raise ValueError(
+            f"model_type={fields.get('model_type')!r}: is a composite model, whose language model"
+            f" ({text['model_type']!r}) can be converted: save tnt_hf.conversion.language_model(model)"
+        )
     family_of(fields.get("model_type"))
     for name, most in SIZES.items():
         value = fields.get(name)

@@ -29,6 +29,7 @@ from transformers.utils import logging
 from .inject import inject, unload
 from .injected_attention import PREFIX, is_injected
 from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
+from .language_model import language_model
 from .source import HUB_ID, locate, read_header, read_json, read_source
 
 
@@ -207,7 +208,7 @@ def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs
             f"base={name!r}: has no head for the task_type={config.task_type!r} of adapter {adapter!r}, which does not"
             f" tell its size; load it with {HEADS[config.task_type]} and pass it as base."
         )
-    return auto.from_pretrained(name, revision=revision, **kwargs)
+    return language_model(auto.from_pretrained(name, revision=revision, **kwargs))
 
 
 def _attach(

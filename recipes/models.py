@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from transformers.utils import cached_file
 
 from tnt_hf import TNTConfig, TNTForCausalLM
-from tnt_hf.conversion import inject, load_injected, lora_config
+from tnt_hf.conversion import inject, language_model, load_injected, lora_config
 from tnt_hf.conversion.injection_config import injection_from_dict
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.arguments import NEW_MODELS, ModelArguments, RunArguments
@@ -159,7 +159,7 @@ def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
             return load_injected(name, **options).requires_grad_(True).train()
     live = _load_other("model", name, model)
     if model.inject:
-        inject(live, injection_from_dict({"kind": "liza", **model.inject}), seed=seed)
+        live = inject(language_model(live), injection_from_dict({"kind": "liza", **model.inject}), seed=seed)
     return live
 
 
