@@ -321,5 +321,5 @@ def _check_sizes(model: nn.Module, tokenizer: Any, sequence_length: int | None) 
     if sequence_length is not None and positions is not None and sequence_length > positions:
         raise ValueError(
             f"sequence_length={sequence_length}: is more than max_position_embeddings={positions} of the model; raise"
-            " that by model_config (in config.json if it is no TNT model), and rope_parameters where the model needs it"
+            " it by model_config (in config.json if it is no TNT model), and rope_parameters where the model needs it"
         )
