@@ -60,9 +60,9 @@ def convert_checkpoint(
     Convert a Llama, Mistral, Qwen2, Qwen3 or Phi-3 checkpoint into a TNT checkpoint that computes the same, unless
     `fields` open the memory's gate (`memory_gate_init` other than 0, `memory_gate="published"`).
 
-    With `window=None` its logits equal the source's bit for bit, in float64 up to rounding; with a window W at every
-    position < W. `output` appears complete or not at all, whatever happens on the way. (Phi-3's fused projections
-    become separate matrix products, which round differently: equal to rounding.)
+    With `window=None` its logits equal the source's bit for bit, in float64 up to rounding of float32; with a window W
+    at every position < W. `output` appears complete or not at all, whatever happens on the way. (Phi-3's fused
+    projections become separate matrix products, which round differently: equal to rounding.)
 
     Args:
         source: a folder or a Hub id (`revision` for the latter).

@@ -154,6 +154,11 @@ def read_source_config(fields: dict[str, Any]) -> PreTrainedConfig:
     if (method := fields.get("quantization_config")) is not None:
         method = method.get("quant_method", method) if isinstance(method, dict) else method
         raise ValueError(f"quantization_config={method!r}: needs weights that are not quantized")
+    if isinstance(injection := fields.get("tnt_injection"), dict):
+        how = "export_injected(load_injected(folder), output) makes a TNT model of it"
+        if injection.get("kind") != "tnt":
+            how = "unload(load_injected(folder)) is the model without it, which can be saved and converted"
+        raise ValueError(f"tnt_injection: the source has an injected memory; {how}")
     text = fields.get("text_config")
     if isinstance(text, dict) and text.get("model_type") in FAMILIES:
         raise ValueError(

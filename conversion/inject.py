@@ -13,7 +13,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from .architectures import ARCHITECTURES, Architecture, Heads, architecture_of, memory_dtype
-from .injected_attention import PREFIX, enter_attention, enter_model, is_injected
+from .injected_attention import PREFIX, enter_attention, enter_model, is_injected, leave_model
 from .injected_tnt import build_tnt
 from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
 from .liza import LiZAMemory
@@ -71,6 +71,7 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
     model._is_stateful = True  # generate() refuses to roll a memory back
     parameters = tuple(inspect.signature(base.forward).parameters)
     base.register_forward_pre_hook(partial(enter_model, row, parameters), with_kwargs=True)
+    base.register_forward_hook(leave_model, with_kwargs=True)
     for i, memory in memories.items():
         attentions[i].memory = memory.train(attentions[i].training)
         attentions[i].max_self_attn_length = config.max_self_attn_length
@@ -161,6 +162,9 @@ def _remove_hooks(module: nn.Module) -> None:
         if isinstance(hook, partial) and hook.func in (enter_model, enter_attention):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key in [key for key, hook in module._forward_hooks.items() if hook is leave_model]:
+        del module._forward_hooks[key]
+        module._forward_hooks_with_kwargs.pop(key, None)
 
 
 __all__ = ["inject", "mag_modules", "set_max_self_attn_length", "unload"]

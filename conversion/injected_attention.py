@@ -6,6 +6,7 @@ Axis legend
 A forward pass hands everything down as keyword arguments, which all layers pass on to the attention interface:
 
     base model   pre-hook    2-D mask, documents; a cache that can hold memory
+                 hook        that all layers have written to it
     attention    pre-hook    the module's input, and the cache as this layer may use it (`None` when checkpointed)
     interface    function    attention itself, over a window if asked; then `module.memory` joins its output
 
@@ -24,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.generic import merge_with_config_defaults
 
 from tnt_hf.cache_name_tnt import CACHE_NAME, take_cache
-from tnt_hf.continuation_tnt import check_continuation
+from tnt_hf.continuation_tnt import INTERRUPTED, check_continuation
 from tnt_hf.masks_tnt import document_ids
 from tnt_hf.window_tnt import window_attention, window_of
 
@@ -96,6 +97,8 @@ def enter_model(
     if cache is not None:
         check_continuation(cache, mask, cache.get_seq_length(), T)
         note_tokens(cache, T)
+        if not torch.compiler.is_compiling():
+            cache.unusable = INTERRUPTED  # until all layers have written to it
     valid = None
     if mask is not None:
         valid = mask[:, -T:].to(torch.bool)
@@ -109,6 +112,12 @@ def enter_model(
             given["position_ids"] = (mask.long().cumsum(1) - 1).clamp_min(0)[:, -T:]  # as `generate` counts them
     given[ARGUMENT] = MemoryCall(valid, segment_ids)
     return (), given
+
+
+def leave_model(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    """Forward hook of the base model, which [`enter_model`] has given the cache by name."""
+    if (cache := kwargs.get(CACHE_NAME)) is not None and not torch.compiler.is_compiling():
+        cache.unusable = None
 
 
 def _sees_positions(injected: list[nn.Module]) -> bool:

@@ -54,6 +54,12 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
         refuse("auto_find_batch_size", "would change the batch in the run, away from the one written down")
     if value("greater_is_better"):
         refuse("greater_is_better", "an evaluation gives eval_loss only, and would keep the worst")
+    if value("ignore_data_skip"):
+        refuse("ignore_data_skip", "a run that goes on would read other data than one that nobody stopped")
+    if not any(map(value, ("eval_share", "eval_dataset_name", "eval_split"))):
+        for name, off in (("eval_on_start", False), ("eval_strategy", "no")):
+            if (value(name) or off) != off:
+                refuse(name, "needs data to evaluate on: give eval_share, eval_split or eval_dataset_name")
     if value("load_best_model_at_end") and (value("eval_strategy") or "no") == "no":
         refuse("load_best_model_at_end", "needs evaluations; give eval_strategy, and save_strategy to match")
     if value("tokenizer") is not None and value("tokenizer_vocab_size") is not None:

@@ -159,7 +159,7 @@ def documents_of(
         if total >= tokens:
             break
     if not documents:
-        raise ValueError("data: holds no text")
+        raise ValueError("data: holds no text, or --held-out leaves none of it")
     for place, text in list(cut.items()):
         if total < tokens:
             longer = read(text, len(documents[place]) + tokens - total, place)

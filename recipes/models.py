@@ -231,8 +231,9 @@ def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None 
     if hasattr(model, "peft_config"):
         raise ValueError(f"trainable={trainable!r}: the model is an adapter, which goes on as trainable='lora'")
     if trainable == "local_memories":
-        if not (isinstance(model, TNTForCausalLM) and model.freeze_for_stage2()):
+        if not isinstance(model, TNTForCausalLM):
             raise ValueError(f"trainable={trainable!r}: {type(model).__name__} has no local memory")
+        model.freeze_for_stage2()
         return model
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable == "all" or kind_of(name) in ("gate", "projection", "memory"))

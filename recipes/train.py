@@ -43,7 +43,10 @@ TRAINER_HELP = {
     "save_steps": (500, "steps between two checkpoints"),
     "save_total_limit": (None, "checkpoints to keep"),
     "enable_jit_checkpoint": (False, "on SIGTERM save a checkpoint at the end of the step, then stop"),
-    "resume_from_checkpoint": (None, "a checkpoint, or never; by default the newest complete one in output_dir"),
+    "resume_from_checkpoint": (
+        None,
+        "a checkpoint, or never: then a folder with one is refused; by default the newest complete one in output_dir",
+    ),
     "report_to": ("tensorboard", "tensorboard, trackio, wandb, ... or none"),
     "seed": (0, "of everything that is random"),
 }
@@ -137,7 +140,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     if run.train_tokens is not None:
         args.max_steps = math.ceil(run.train_tokens / (rows_per_step * recipe.data.sequence_length))
     if args.device.type == "cpu" and args.fp16:
-        raise ValueError("fp16=True: has no effect on a CPU; use bf16")
+        raise ValueError("fp16=True: has no effect on a CPU; use bf16 (with use_cpu)")
     if args.device.type == "cpu":
         args.dataloader_pin_memory = False  # there is nothing to pin it for
         keep_freed_memory()

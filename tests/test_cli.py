@@ -117,6 +117,9 @@ def test_info_reads_every_kind_of_source(config_file, tmp_path, capsys):
     assert info(capsys, "tnt", *(f"{name}={value}" for name, value in FIELDS.items())) == expected
     assert load_config("tnt", ["memory_max_lr=1e-2"]).memory_max_lr == 0.01
     assert load_config("tnt", ["local_chunk_sizes=4,8"]).local_chunk_sizes == [4, 8]
+    TNTConfig(local_chunk_sizes=[4, 8]).save_pretrained(tmp_path / "saved")  # with the sizes it was trained with
+    again = load_config(str(tmp_path / "saved"), ["local_chunk_sizes=[16]"])
+    assert (again.local_chunk_sizes, again.memory_train_chunk_sizes[1:]) == ([16], [16])
 
 
 def test_info_reads_fields_that_are_saved_where_they_were_set(config_file, tmp_path, capsys):

@@ -346,3 +346,34 @@ def test_decoded_tokens_are_as_surprising_as_read_ones(changes):
         for a, b in zip(found.surprise, expected.surprise, strict=True):
             torch.testing.assert_close(a[:, 0], b[:, t], atol=1e-9, rtol=0)
             assert not a[~present].any()
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_model_without_memory_decodes_speculatively(window):
+    """Attention can be rolled back; a memory is refused (`test_modeling`)."""
+    model, ids = tiny_model(memory_layers=[], sliding_window=window), tokens(1, 9).repeat(1, 2)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    wanted = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), wanted)
+    assert torch.equal(model.generate(ids, assistant_model=model, **options), wanted)
+
+
+def test_masks_are_made_without_a_cache():
+    model, ids = tiny_model(), tokens(2, 23)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    made = model.create_masks_for_generate(model.config, model.get_input_embeddings()(ids), mask, None)
+    with torch.no_grad():
+        found = model(ids, attention_mask=made, use_cache=False, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
+        wanted = model(ids, attention_mask=mask, use_cache=False)
+    torch.testing.assert_close(found.logits[mask.bool()], wanted.logits[mask.bool()], rtol=0, atol=1e-12)
+
+
+def test_without_local_memories_there_is_no_stage_2():
+    model = tiny_model(local_chunk_sizes=[])
+    with pytest.raises(ValueError, match=r"local_chunk_sizes=\[\]: has no local memories to train"):
+        model.freeze_for_stage2()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(ValueError, match="local_chunk_sizes=1: the model has no local memories"):
+        model.set_local_chunk_sizes(1)
+    model.set_local_chunk_sizes([])

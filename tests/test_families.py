@@ -142,3 +142,9 @@ def test_unsupported_architectures_list_the_supported():
 def test_the_backbone_is_the_sources(name):
     with pytest.raises(ValueError, match=f"{name}=3: is taken from the source"):
         tnt_config(source_config(), **{name: 3})
+
+
+@pytest.mark.parametrize("kind, advice", [("tnt", "export_injected"), ("liza", "unload")])
+def test_an_injected_source_is_told_what_can_be_done(kind, advice):
+    with pytest.raises(ValueError, match=f"tnt_injection: the source has an injected memory; {advice}"):
+        read_source_config({"model_type": "llama", "tnt_injection": {"kind": kind}})

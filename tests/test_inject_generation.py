@@ -317,3 +317,22 @@ def test_going_on_needs_the_mask_of_all_tokens():
         model(ids[:, :1], past_key_values=cache, use_cache=True)
     with pytest.raises(ValueError, match="attention_mask has 1 columns"):
         model(ids[:, :1], attention_mask=mask[:, -1:], past_key_values=cache, use_cache=True)
+
+
+@opened
+def test_what_an_interrupted_call_leaves_is_not_gone_on_from(config):
+    model, cache = inject(double(), config), DynamicCache()
+    with torch.no_grad():
+        model(tokens(1, 9), past_key_values=cache)
+
+    def ctrl_c(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens(1, 2), past_key_values=cache)
+    hook.remove()
+    with pytest.raises(ValueError, match=f"{CACHE_NAME} was left behind by a call that broke off"):
+        model(tokens(1, 1), past_key_values=cache)
+    unload(model)
+    assert not any(module._forward_hooks for module in model.modules())

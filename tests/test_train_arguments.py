@@ -101,6 +101,19 @@ def test_half_precision_that_a_cpu_does_not_train_in_is_refused(file, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        (("--ignore_data_skip", "true"), "ignore_data_skip=True: .* would read other data"),
+        (("--eval_on_start", "true"), "eval_on_start=True: needs data to evaluate on: give eval_share"),
+        (("--eval_strategy", "steps", "--eval_steps", "2"), "eval_strategy='steps': needs data to evaluate on"),
+    ],
+)
+def test_settings_that_break_a_promise_or_lack_data_are_refused(file, option, message):
+    with pytest.raises(ValueError, match=message):
+        read(*file("model: tnt\ntokenizer: somewhere\neval_share: 0.0"), *option)
+
+
 # --- file and command line ------------------------------------------------------------------------------------------
 
 

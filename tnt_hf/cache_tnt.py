@@ -138,6 +138,7 @@ class TNTCache(DynamicCache):
         Cache.__init__(self, layers=[makers[kind]() for kind in config.layer_types])
         self.fingerprint = _fingerprint(config)
         self.holds_padding = False
+        self.unusable: str | None = None  # why it cannot be gone on from
         self.unplaced: set[int] = set()  # layers of a loaded session that have not met their model yet
 
     def place(self, layer_idx: int, hidden_states: Tensor) -> None:
@@ -235,7 +236,14 @@ class TNTCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
     def save(self, path: str | PathLike) -> None:
-        """Write the session to a safetensors file: a conversation's memory, resumable in another process."""
+        """
+        Write the session to a safetensors file: a conversation's memory, resumable in another process.
+
+        Raises:
+            ValueError: a cache that cannot be gone on from. Nothing is written.
+        """
+        if self.unusable is not None:
+            raise ValueError(f"cache: {self.unusable}.")
         tensors = {name: x.detach().cpu().contiguous().clone() for name, x in self._tensors().items()}
         lengths = [getattr(layer, "cumulative_length", None) for layer in self.layers]
         metadata = {
@@ -275,7 +283,7 @@ class TNTCache(DynamicCache):
         return cache
 
     def _fill(self, tensors: dict[str, Tensor], lengths: list[int | None], config: TNTConfig) -> None:
-        shapes = {"conv": (), **dict(memory_state_shapes(config))}
+        shapes, read = {"conv": (), **dict(memory_state_shapes(config))}, None
         conv, slots = shapes.pop("conv"), list(shapes.values())
         for i, layer in enumerate(self.layers):
             mine = {name: tensors.pop(f"layers.{i}.{name}", None) for name in ("keys", "values", "conv.0")}
@@ -293,6 +301,9 @@ class TNTCache(DynamicCache):
                 if conv:
                     _require_shape(f"layers.{i}.conv.0", mine["conv.0"], (*rows, *conv))
                 store(layer, mine["conv.0"], states)
+                if read is not None and not torch.equal(states[-1], read):
+                    raise ValueError(f"session: layer {i} has read other tokens than those before it.")
+                read = states[-1]
                 self.holds_padding |= bool((states[-1] != self.get_seq_length()).any())
         if tensors:
             raise ValueError(f"session: unknown tensor {min(tensors)!r}.")

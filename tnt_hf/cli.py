@@ -155,20 +155,22 @@ def load_config(source: str, overrides: list[str]):
     if "mode" in fields:
         fields = fields_of_recipe(source, fields)
 
+    given = {}
     for override in overrides:
         name, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"{override!r} must have the form FIELD=VALUE")
-        fields[name] = parse_value(value)
+        given[name] = parse_value(value)
     # The others are saved where they were set, and those of a conversion where its source needs them.
     known = {*TNTConfig().to_dict(), "output_surprise", "window_narrowed", "attn_implementation", "tokenizer_class"}
-    for name in fields:
+    for name in fields | given:
         if name not in known and not name.startswith("_"):
             similar = get_close_matches(name, known, n=1)
             raise ValueError(
                 f"TNTConfig has no field {name!r}" + (f"; did you mean {similar[0]!r}?" if similar else "")
             )
-    return TNTConfig.from_dict(fields)
+    options = {name: given.pop(name) for name in list(given) if name in TNTConfig.__dataclass_fields__}
+    return TNTConfig.from_dict(fields | given, **options)
 
 
 def fields_of_recipe(source: str, recipe: dict) -> dict:

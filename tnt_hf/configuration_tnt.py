@@ -119,7 +119,7 @@ class TNTConfig(PreTrainedConfig):
         memory_grad_bound (`float`, *optional*): limit on |g_t|; 1.0, as in the recipes, keeps memories from diverging
             where keys are alike (`None`: the papers). memory_rule, omega_window: only `"gradient"`, 1 yet.
         memory_implementation (`str`, defaults to `"auto"`, where they run `"triton"` on CUDA, `"native"`, C, on CPUs):
-            `"chunk"`, torch alone, or `"naive"`, token by token, with second derivatives and `torch.func`.
+            `"chunk"`, torch, or `"naive"`, a token a time: beside eager attention second derivatives, `torch.func`.
 
     Raises:
         ValueError: for every invalid value or combination, naming the field and the value.

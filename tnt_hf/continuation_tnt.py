@@ -22,6 +22,11 @@ from .configuration_tnt import TNTConfig
 from .state_tnt import StateLayout
 
 
+# Why a cache cannot be gone on from, as its attribute `unusable`.
+INTERRUPTED = "was left behind by a call that broke off, and its layers hold different tokens"
+BEAMS = "holds the running beams of a beam search, not the sequences that it returned"
+
+
 def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None) -> None:
     """
     Refuse what cannot hold a memory, before any compute.
@@ -73,6 +78,20 @@ def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None
             )
 
 
+def check_usable(cache: Cache) -> None:
+    """
+    Raises:
+        ValueError: `cache` holds something else than the tokens it was given: a call that filled it broke off between
+            two layers, or it went through a beam search. Nothing is asked of tensors; `reset()` makes it usable again.
+    """
+    reason = getattr(cache, "unusable", None)
+    if reason is None:
+        return
+    if int(cache.get_seq_length()) or tokens_read(cache) is not None:
+        raise ValueError(f"{CACHE_NAME} {reason}: go on with another cache.")
+    cache.unusable = None
+
+
 def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, length: int) -> None:
     """
     A cached conversation goes on only if every token in it is known to be valid or padding.
@@ -83,6 +102,7 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
     """
     if torch.compiler.is_compiling():
         return
+    check_usable(cache)
     if not (past := int(past)):
         cache.holds_padding = False
     elif isinstance(attention_mask, Tensor):

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 
 
+OF_A_MODEL = "; a model has memory_implementation, and needs attn_implementation='eager', too"
+
+
 def once_differentiable(backward: Callable) -> Callable:
     """
     The `backward` of a `torch.autograd.Function` that autograd cannot differentiate again. torch's decorator of this
@@ -20,8 +23,8 @@ def once_differentiable(backward: Callable) -> Callable:
     def checked(ctx, *grads):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True: implementation='chunk', 'native' and 'triton' have first derivatives only; "
-                "'naive' has all"
+                "create_graph=True: implementation='chunk', 'native' and 'triton' have first derivatives only, "
+                f"'naive' has all{OF_A_MODEL}"
             )
         return backward(ctx, *grads)
 
@@ -40,5 +43,5 @@ def check_transforms() -> None:
     """
     if transformed():
         raise RuntimeError(
-            "torch.func: implementation='chunk', 'native' and 'triton' cannot be transformed; 'naive' can"
+            f"torch.func: implementation='chunk', 'native' and 'triton' cannot be transformed, 'naive' can{OF_A_MODEL}"
         )

@@ -46,6 +46,8 @@ from .cache_tnt import TNTCache
 from .compiler_tnt import is_exporting
 from .configuration_tnt import LAYER_TYPES, TNTConfig
 from .continuation_tnt import (
+    BEAMS,
+    INTERRUPTED,
     EndedRows,
     NotingCriteria,
     check_batch,
@@ -53,6 +55,7 @@ from .continuation_tnt import (
     check_continuation,
     check_mask,
     check_program,
+    check_usable,
 )
 from .convolution_tnt import TNTCausalConv
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
@@ -66,7 +69,7 @@ from .window_tnt import Window, window_attention
 @dataclass
 class TNTModelOutputWithPast(BaseModelOutputWithPast):
     """`BaseModelOutputWithPast` and, with `output_surprise=True`, `surprise`: per memory layer the inner loss
-    1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B, T]` float32, mean over memories and heads."""
+    1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B, T]` in the memory's dtype, mean over memories and heads."""
 
     surprise: tuple[Tensor, ...] | None = None
 
@@ -391,8 +394,10 @@ class TNTPreTrainedModel(PreTrainedModel):
         """
         old, count = self.config.local_chunk_sizes, len(self.config.local_chunk_sizes)
         new = [sizes] if isinstance(sizes, int) else list(sizes)
+        if new and not count:
+            raise ValueError(f"local_chunk_sizes={sizes!r}: the model has no local memories.")
         new = new * count if len(new) == 1 else new
-        if not count or len(new) != count or any(isinstance(C, bool) or not isinstance(C, int) or C < 1 for C in new):
+        if len(new) != count or any(isinstance(C, bool) or not isinstance(C, int) or C < 1 for C in new):
             raise ValueError(
                 f"local_chunk_sizes={sizes!r}: needs one positive integer, or one for each of {count} local memories."
             )
@@ -405,6 +410,7 @@ class TNTPreTrainedModel(PreTrainedModel):
 
     def post_init(self):
         super().post_init()
+        self._is_stateful = bool(self.config.memory_layer_indices)  # attention alone can be rolled back
         # the library asks that each pattern names a tensor of the model
         names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
         self._keep_in_fp32_modules_strict = {
@@ -471,8 +477,13 @@ class TNTPreTrainedModel(PreTrainedModel):
 
         Returns:
             Number of trainable parameters.
+
+        Raises:
+            ValueError: there are no local memories.
         """
         names = [spec.name for spec in self.config.memory_specs]
+        if "local" not in names or not self.config.memory_layer_indices:
+            raise ValueError(f"local_chunk_sizes={self.config.local_chunk_sizes!r}: has no local memories to train.")
         self.requires_grad_(False)
         for module in self.modules():
             if isinstance(module, TNTMemory):
@@ -581,6 +592,9 @@ class TNTModel(TNTPreTrainedModel):
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
         named = {CACHE_NAME: cache}  # so that gradient checkpointing finds it
+        noted = cache is not None and not torch.compiler.is_compiling()
+        if noted:
+            cache.unusable = INTERRUPTED  # until all layers have written to it
         for kind, layer in zip(self.config.layer_types, self.layers):
             hidden_states = layer(
                 hidden_states,
@@ -591,6 +605,8 @@ class TNTModel(TNTPreTrainedModel):
                 **named,
                 **kwargs,
             )
+        if noted:
+            cache.unusable = None
         hidden_states = self.norm(hidden_states)
         kept = {CACHE_NAME: cache if use_cache else None}
         return TNTModelOutputWithPast(last_hidden_state=hidden_states, **kept)
@@ -675,8 +691,9 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         **_: Any,
     ) -> dict[str, Any]:
         """Masks of a compiled decoding step, see [`build_masks`]."""
-        check_cache(cache, config)
-        check_continuation(cache, attention_mask, cache.get_seq_length(), inputs_embeds.shape[1])
+        if cache is not None:
+            check_cache(cache, config)
+            check_continuation(cache, attention_mask, cache.get_seq_length(), inputs_embeds.shape[1])
         return build_masks(config, inputs_embeds, attention_mask, cache)
 
     def _get_static_cache_init_shape(self):
@@ -690,6 +707,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
             raise ValueError(f"cache_implementation={kind!r} keeps no memory state; use None, 'dynamic' or 'static'.")
         if cache is not None:
             check_cache(cache, self.config)
+            check_usable(cache)
             mask, past = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
             # `generate` drops a mask of ones and keeps its length
             columns = getattr(generation_config, "_mask_length", past + 1) if mask is None else mask.shape[1]
@@ -708,6 +726,13 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
             cache = model_kwargs.get(CACHE_NAME)
         if cache is not None:
             cache.ended = generation_config._ended = EndedRows()
+
+    def _beam_search(self, *args, **model_kwargs):
+        """That of the library. Rows of the cache are then those that a next step would have been for."""
+        found, cache = super()._beam_search(*args, **model_kwargs), model_kwargs.get(CACHE_NAME)
+        if cache is not None:
+            cache.unusable = BEAMS
+        return found
 
     def _get_stopping_criteria(self, generation_config, *args, **kwargs):
         """Those of the library, which note what rows they end if such rows get padding."""

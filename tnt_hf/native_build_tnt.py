@@ -61,9 +61,13 @@ class Unavailable(Exception):
     """Why there is no library."""
 
 
-@cache
+_reported: set[str] = set()
+
+
 def _report(field: str, reason: str) -> None:
-    logger.warning("%s='auto' runs 'chunk' on the CPU: %s.", field, reason)
+    if reason not in _reported:
+        logger.warning("%s='auto' runs 'chunk' on the CPU: %s.", field, reason)
+        _reported.add(reason)
 
 
 @torch.compiler.disable
