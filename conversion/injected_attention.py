@@ -65,7 +65,7 @@ def enter_model(
     """
     given = dict(zip(parameters, args)) | kwargs
     tokens, embeds = given.get("input_ids"), given.get("inputs_embeds")
-    if tokens is None and embeds is None:
+    if (tokens is None) == (embeds is None):
         return args, kwargs  # the model has its own message
     B, T = embeds.shape[:2] if tokens is None else tokens.shape
     config = module.config

@@ -1,6 +1,5 @@
 """TNTCache: constant size, correct batch operations, sessions on disk, a change of chunk sizes in mid-conversation."""
 
-import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -531,68 +530,3 @@ def test_masks_and_caches_have_the_shape_of_the_call():
         cache = model(ids).past_key_values
         with pytest.raises(ValueError, match=f"{CACHE_NAME} holds 2 rows, and 1 are given"):
             model(ids[:1, :2], past_key_values=cache)
-
-
-def interrupted(model, cache, ids, layers, calls: int) -> None:
-    """Ctrl-C before the last of `layers` begins, in its call number `calls`."""
-    count = 0
-
-    def ctrl_c(*_):
-        nonlocal count
-        count += 1
-        if count == calls:
-            raise KeyboardInterrupt
-
-    hook = layers[-1].register_forward_pre_hook(ctrl_c)
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, prefill_chunk_size=20)
-    hook.remove()
-
-
-@pytest.mark.parametrize("calls", [1, 2, 6], ids=["the first piece", "a later one", "a token"])
-@pytest.mark.parametrize("kind", ["TNTCache", "DynamicCache"])
-def test_what_an_interrupted_call_leaves_is_not_gone_on_from(kind, calls, tmp_path):
-    """Its layers have read different tokens."""
-    model, ids = tiny_model(), tokens(1, 37)
-    cache = TNTCache(model.config) if kind == "TNTCache" else DynamicCache(config=model.config)
-    interrupted(model, cache, ids, model.model.layers, calls)
-    message = f"{CACHE_NAME} was left behind by a call that broke off"
-    with pytest.raises(ValueError, match=message):
-        model.generate(tokens(1, 50), past_key_values=cache, max_new_tokens=2)
-    with pytest.raises(ValueError, match=message):
-        go_on(model, copy.deepcopy(cache), tokens(1, 1))
-    if kind == "TNTCache":
-        with pytest.raises(ValueError, match="cache: was left behind by a call that broke off"):
-            cache.save(tmp_path / "session")
-        assert not (tmp_path / "session").exists()
-    cache.reset()
-    assert torch.equal(go_on(model, cache, ids), go_on(model, TNTCache(model.config), ids))
-
-
-def test_an_error_before_anything_is_written_changes_nothing():
-    model, ids = tiny_model(), tokens(1, 37)
-    cache = filled(model, ids[:, :30])
-    with pytest.raises(ValueError, match="holds 1 rows, and 2 are given"):
-        model(tokens(2, 3), past_key_values=cache)
-    assert torch.equal(go_on(model, cache, ids[:, 30:]), go_on(model, filled(model, ids[:, :30]), ids[:, 30:]))
-
-
-def test_a_session_whose_layers_have_read_different_tokens_is_damaged(tmp_path):
-    model = tiny_model()
-    cache = filled(model, tokens(1, 9))
-    states = cache.layers[1].recurrent_states
-    states[len(states) - 1] -= 1
-    cache.save(tmp_path / "session")
-    with pytest.raises(ValueError, match="session: layer 1 has read other tokens than those before it"):
-        TNTCache.load(tmp_path / "session", model.config)
-
-
-@pytest.mark.parametrize("returned", [1, 3])
-def test_what_a_beam_search_leaves_is_not_gone_on_from(returned):
-    """Its rows are beams that were still running."""
-    model, cache = tiny_model(), None
-    cache = TNTCache(model.config)
-    options = {"num_beams": 3, "num_return_sequences": returned, "max_new_tokens": 9, "do_sample": False}
-    found = model.generate(tokens(1, 20), past_key_values=cache, **options)
-    with pytest.raises(ValueError, match=f"{CACHE_NAME} holds the running beams of a beam search"):
-        model.generate(torch.cat([found, found[:, -3:]], 1), past_key_values=cache, max_new_tokens=2)

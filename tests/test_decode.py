@@ -348,14 +348,21 @@ def test_decoded_tokens_are_as_surprising_as_read_ones(changes):
             assert not a[~present].any()
 
 
-@pytest.mark.parametrize("window", [None, 64])
-def test_a_model_without_memory_decodes_speculatively(window):
-    """Attention can be rolled back; a memory is refused (`test_modeling`)."""
-    model, ids = tiny_model(memory_layers=[], sliding_window=window), tokens(1, 9).repeat(1, 2)
-    options = {"max_new_tokens": 12, "do_sample": False}
+@pytest.mark.parametrize("padding", [0, 3])
+def test_attention_to_all_tokens_decodes_speculatively(padding):
+    """It can be rolled back; what a window or a memory has let go cannot."""
+    model, ids = tiny_model(memory_layers=[], sliding_window=None), tokens(1, 9).repeat(1, 2)
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 25, "do_sample": False}
     wanted = model.generate(ids, **options)
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), wanted)
-    assert torch.equal(model.generate(ids, assistant_model=model, **options), wanted)
+    other = tiny_model(memory_layers=[], sliding_window=None, num_hidden_layers=1)
+    for assistant in (model, other):
+        assert torch.equal(model.generate(ids, assistant_model=assistant, **options), wanted)
+    model.set_sliding_window(8)
+    with pytest.raises(ValueError, match="assisted generation"):
+        model.generate(ids, prompt_lookup_num_tokens=3, **options)
 
 
 def test_masks_are_made_without_a_cache():

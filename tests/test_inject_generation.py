@@ -320,10 +320,18 @@ def test_going_on_needs_the_mask_of_all_tokens():
 
 
 @opened
-def test_what_an_interrupted_call_leaves_is_not_gone_on_from(config):
-    model, cache = inject(double(), config), DynamicCache()
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("past", [0, 9])
+def test_what_an_interrupted_call_leaves_is_not_gone_on_from(kind, config, past):
+    """A hybrid's first layer has read tokens of which neither keys nor a memory tell."""
+    model = inject(double(kind), config)
+    cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(tokens(1, 9), past_key_values=cache)
+        if past:
+            model(tokens(1, past), past_key_values=cache)
+    with pytest.raises(ValueError, match="exactly one of"):
+        model(tokens(1, 1), inputs_embeds=torch.zeros(1, 1, 32), past_key_values=cache)
+    assert getattr(cache, "unusable", None) is None
 
     def ctrl_c(*_):
         raise KeyboardInterrupt

@@ -255,6 +255,9 @@ def test_the_first_compiler_there_is(tmp_path, monkeypatch):
         assert native_build_tnt._compiler() == [path]
     monkeypatch.setenv("CC", "clang -pipe")
     assert native_build_tnt._compiler() == ["clang", "-pipe"]
+    monkeypatch.setenv("CC", "clang 'x")
+    with pytest.raises(native_build_tnt.Unavailable, match="CC names .*, and there is none"):
+        native_build_tnt._compiler()
     monkeypatch.setenv("CC", installed("a compiler"))
     assert native_build_tnt._compiler() == [str(tmp_path / "a compiler")]
 
@@ -266,12 +269,15 @@ def test_the_first_compiler_there_is(tmp_path, monkeypatch):
 )
 @pytest.mark.parametrize("compiler", ["clang", "zig"])
 def test_other_compilers(tmp_path, monkeypatch, dtype, tolerance, compiler):
-    """What clang makes of the source does what gcc's code does, in one of torch's threads or in several."""
+    """What clang makes of the source does what this machine's code does, in one of torch's threads or in several."""
     if compiler == "clang" and shutil.which("clang") is None or compiler == "zig" and find_spec("ziglang") is None:
         pytest.skip(f"{compiler} is not installed")
+    first = native_build_tnt.library(dtype)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(native_build_tnt, "COMPILERS", ("clang",) * (compiler == "clang"))
+    other = native_build_tnt.library.__wrapped__(dtype)
+    assert Path(other._name).parent.parent == tmp_path and compiler in native_build_tnt._compiler()[0]
     tensors, weights, gates = make_inputs(B=3, T=70, G=2, K=24, V=24, dtype=dtype, momentum=True, decay=True)
     model, prompt = tiny_model(dtype, **MODES["momentum and forgetting"]), tokens(3, 30)
 
@@ -285,8 +291,7 @@ def test_other_compilers(tmp_path, monkeypatch, dtype, tolerance, compiler):
 
     threads, found, logits = torch.get_num_threads(), [], []
     try:
-        gcc, other = native_build_tnt.library(dtype), native_build_tnt.library.__wrapped__(dtype)
-        for code, number in ((gcc, 1), (other, 1), (other, 3)):
+        for code, number in ((first, 1), (other, 1), (other, 3)):
             for module in (native_tnt, native_step_tnt):
                 monkeypatch.setattr(module, "library", lambda _, code=code: code)
             torch.set_num_threads(number)

@@ -128,6 +128,8 @@ class TNTCache(DynamicCache):
     ```
     """
 
+    unusable: str | None = None  # why it cannot be gone on from
+
     def __init__(self, config: TNTConfig):
         makers = {
             "full_attention": DynamicLayer,
@@ -138,7 +140,6 @@ class TNTCache(DynamicCache):
         Cache.__init__(self, layers=[makers[kind]() for kind in config.layer_types])
         self.fingerprint = _fingerprint(config)
         self.holds_padding = False
-        self.unusable: str | None = None  # why it cannot be gone on from
         self.unplaced: set[int] = set()  # layers of a loaded session that have not met their model yet
 
     def place(self, layer_idx: int, hidden_states: Tensor) -> None:
@@ -161,6 +162,11 @@ class TNTCache(DynamicCache):
         if layer.is_initialized and layer.keys.dtype != key_states.dtype:
             layer.keys, layer.values = layer.keys.to(key_states.dtype), layer.values.to(key_states.dtype)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        super().reset()
+        self.unusable = None
 
     def nbytes(self) -> int:
         """Bytes of all tensors held, keys and values included."""
@@ -283,7 +289,7 @@ class TNTCache(DynamicCache):
         return cache
 
     def _fill(self, tensors: dict[str, Tensor], lengths: list[int | None], config: TNTConfig) -> None:
-        shapes, read = {"conv": (), **dict(memory_state_shapes(config))}, None
+        shapes, read = {"conv": (), **dict(memory_state_shapes(config))}, {}
         conv, slots = shapes.pop("conv"), list(shapes.values())
         for i, layer in enumerate(self.layers):
             mine = {name: tensors.pop(f"layers.{i}.{name}", None) for name in ("keys", "values", "conv.0")}
@@ -301,10 +307,11 @@ class TNTCache(DynamicCache):
                 if conv:
                     _require_shape(f"layers.{i}.conv.0", mine["conv.0"], (*rows, *conv))
                 store(layer, mine["conv.0"], states)
-                if read is not None and not torch.equal(states[-1], read):
-                    raise ValueError(f"session: layer {i} has read other tokens than those before it.")
-                read = states[-1]
                 self.holds_padding |= bool((states[-1] != self.get_seq_length()).any())
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                read[i] = states[-1].tolist() if layer.has_previous_state[0] else None
+                if read[i] != next(iter(read.values())):
+                    raise ValueError(f"session: layer {i} has read other tokens than those before it.")
         if tensors:
             raise ValueError(f"session: unknown tensor {min(tensors)!r}.")
 

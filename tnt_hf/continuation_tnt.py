@@ -82,13 +82,16 @@ def check_usable(cache: Cache) -> None:
     """
     Raises:
         ValueError: `cache` holds something else than the tokens it was given: a call that filled it broke off between
-            two layers, or it went through a beam search. Nothing is asked of tensors; `reset()` makes it usable again.
+            two layers, or it went through a beam search. `reset()` makes it usable again. Nothing is asked of tensors;
+            compiled code neither notes such things nor asks.
     """
     reason = getattr(cache, "unusable", None)
     if reason is None:
         return
-    if int(cache.get_seq_length()) or tokens_read(cache) is not None:
-        raise ValueError(f"{CACHE_NAME} {reason}: go on with another cache.")
+    for layer in cache.layers:
+        states = isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.has_previous_state.values())
+        if states or hasattr(layer, "get_seq_length") and int(layer.get_seq_length()):
+            raise ValueError(f"{CACHE_NAME} {reason}: go on with another cache.")
     cache.unusable = None
 
 

@@ -347,13 +347,18 @@ class TNTPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _is_stateful = True
     _keep_in_fp32_modules_strict = ["memory.memories", "memory.gate.(scale|weight)"]
     _can_record_outputs = {
         "hidden_states": TNTDecoderLayer,
         "attentions": TNTAttention,
         "surprise": OutputRecorder(TNTMemory, index=1),
     }
+
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether tokens cannot be taken back, as `generate` does to decode speculatively: from attention to all of
+        them they can."""
+        return any(kind != "full_attention" for kind in self.config.layer_types)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -410,7 +415,6 @@ class TNTPreTrainedModel(PreTrainedModel):
 
     def post_init(self):
         super().post_init()
-        self._is_stateful = bool(self.config.memory_layer_indices)  # attention alone can be rolled back
         # the library asks that each pattern names a tensor of the model
         names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
         self._keep_in_fp32_modules_strict = {
@@ -729,10 +733,11 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
 
     def _beam_search(self, *args, **model_kwargs):
         """That of the library. Rows of the cache are then those that a next step would have been for."""
-        found, cache = super()._beam_search(*args, **model_kwargs), model_kwargs.get(CACHE_NAME)
-        if cache is not None:
-            cache.unusable = BEAMS
-        return found
+        try:
+            return super()._beam_search(*args, **model_kwargs)
+        finally:
+            if (cache := model_kwargs.get(CACHE_NAME)) is not None:
+                cache.unusable = BEAMS
 
     def _get_stopping_criteria(self, generation_config, *args, **kwargs):
         """Those of the library, which note what rows they end if such rows get padding."""

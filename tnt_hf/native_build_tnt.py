@@ -191,7 +191,10 @@ def _compiler() -> list[str]:
     """What CC names, or else the first that is found of gcc, cc, clang and the clang in the wheel of `ziglang`."""
     named = os.environ.get("CC")
     if named:
-        command = [named] if shutil.which(named) else shlex.split(named)
+        try:
+            command = [named] if shutil.which(named) else shlex.split(named)
+        except ValueError:  # a quotation without end
+            command = []
         if not command or shutil.which(command[0]) is None:
             raise Unavailable(f"CC names {named!r}, and there is none")
         return command
