@@ -13,12 +13,6 @@ NOTED = (
 )  # fmt: skip
 
 
-def is_composite(model: PreTrainedModel) -> bool:
-    """Whether a language model is one of several parts, as in `Gemma3ForConditionalGeneration`."""
-    config = model.config
-    return not getattr(config, "is_encoder_decoder", False) and config.get_text_config(decoder=True) is not config
-
-
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
     """
     A composite model's language model alone, with the same weights: on text it computes what `model` does, bit for
@@ -36,15 +30,16 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
 
     ```python
     model = AutoModelForCausalLM.from_pretrained("google/gemma-3-4b-it")
-    inject(language_model(model), TNTInjectionConfig())
+    model = inject(language_model(model), TNTInjectionConfig())
     ```
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: must be a transformers PreTrainedModel, not {type(model).__name__}.")
-    if not is_composite(model):
+    text = model.config.get_text_config(decoder=True)
+    if text is model.config or getattr(model.config, "is_encoder_decoder", False):
         return model
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    config = copy.deepcopy(model.config.get_text_config(decoder=True))
+    config = copy.deepcopy(text)
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is None or head is None or not isinstance(decoder, PreTrainedModel):
         raise ValueError(

@@ -136,7 +136,7 @@ def replay(folder, compiler: str, dtype: torch.dtype, calls: list) -> list[bytes
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_models(tmp_path, monkeypatch, compiler, dtype):
-    """Every variant: a training step of packed rows' length, a prefill and two decoded tokens."""
+    """Every variant: a training step, a prefill and two decoded tokens."""
     if compiler == "zig" and find_spec("ziglang") is None or shutil.which(COMPILERS[compiler][0]) is None:
         pytest.skip(f"{compiler} for aarch64 is not installed")
     recorder, prompt = Recorder(monkeypatch, dtype), tokens(2, 41)

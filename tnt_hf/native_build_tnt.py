@@ -229,6 +229,7 @@ def _is_whole(place: Path) -> bool:
 
 
 def _run(command: list, scratch: str) -> None:
+    # zig keeps what it makes on the way; here that goes with the folder
     environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": scratch, "ZIG_LOCAL_CACHE_DIR": scratch}
     options = {"capture_output": True, "text": True, "errors": "replace", "timeout": SECONDS, "env": environment}
     try:

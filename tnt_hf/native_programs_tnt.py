@@ -94,7 +94,7 @@ void GOMP_parallel(void (*body)(void *), void *given, unsigned threads, unsigned
     ((threads) > 1 ? GOMP_parallel(body, given, (unsigned)(threads), 0) : body(given))
 #define TAKE(next) __atomic_fetch_add(&(next), 1, __ATOMIC_RELAXED)
 
-/* A call's threads take programs from it in turn. */
+/* A call's threads take programs from it in turn, and run them in a room of their own. */
 typedef struct {
     const Job *job;
     I next;
