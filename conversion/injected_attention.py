@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.generic import merge_with_config_defaults
 
 from tnt_hf.cache_name_tnt import CACHE_NAME, take_cache
-from tnt_hf.continuation_tnt import INTERRUPTED, check_continuation
+from tnt_hf.continuation_tnt import INTERRUPTED, check_continuation, check_kept, check_used
 from tnt_hf.masks_tnt import document_ids
 from tnt_hf.window_tnt import window_attention, window_of
 
@@ -82,8 +82,10 @@ def enter_model(
             raise ValueError(f"{CACHE_NAME} was filled with the memory on, which disable_adapter() has switched off.")
         given[ARGUMENT] = MemoryCall(None, None)
         return (), given
+    check_kept(module, cache)
     slots = {attention.layer_idx: attention.memory.state_slots for attention in injected}
     if cache is not None:
+        check_used(given.get("use_cache"))
         make_stateful(cache, slots, config.num_hidden_layers, config.tnt_injection)
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__

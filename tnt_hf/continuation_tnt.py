@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, QuantizedCache
 from transformers.generation import StoppingCriteriaList
 
@@ -78,6 +78,27 @@ def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None
             )
 
 
+def check_kept(module: nn.Module, cache: Any) -> None:
+    """
+    Raises:
+        ValueError: gradient checkpointing would drop the caller's cache: a recomputed layer must not write to it twice.
+    """
+    if cache is not None and module.training and getattr(module, "gradient_checkpointing", False):
+        raise ValueError(
+            f"{CACHE_NAME} is given with gradient checkpointing in training mode, where layers neither read nor write"
+            " it: call gradient_checkpointing_disable() or eval(), or pass whole sequences without a cache."
+        )
+
+
+def check_used(use_cache: bool | None) -> None:
+    """
+    Raises:
+        ValueError: `use_cache=False` beside a cache: `generate` would give the memory all tokens again with each.
+    """
+    if use_cache is False:
+        raise ValueError(f"use_cache=False: {CACHE_NAME} is given, which reads every token once; leave one of them out.")
+
+
 def check_usable(cache: Cache) -> None:
     """
     Raises:
@@ -107,7 +128,7 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
         return
     check_usable(cache)
     if not (past := int(past)):
-        cache.holds_padding = False
+        cache.holds_padding, cache.agreed = False, 0
     elif isinstance(attention_mask, Tensor):
         if attention_mask.ndim != 2:
             return
@@ -116,8 +137,10 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
                 f"attention_mask has {attention_mask.shape[1]} columns, but {CACHE_NAME} holds {past} tokens and"
                 f" {length} are new: it must cover all {past + length}."
             )
-        if length > 1:  # `generate` looks at the start, and a token later its mask has a column more
+        # looking at a mask takes as long as it is wide: of one that a decoding loop adds columns to, the first counts
+        if length > 1 or getattr(cache, "agreed", 0) != past:
             check_mask(cache, attention_mask, past)
+        cache.agreed = past + 1 if length == 1 else 0
     elif attention_mask is None and getattr(cache, "holds_padding", False):
         raise ValueError(
             f"attention_mask is None or all ones, but some of the {past} tokens in {CACHE_NAME} are padding"

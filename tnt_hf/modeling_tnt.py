@@ -53,9 +53,11 @@ from .continuation_tnt import (
     check_batch,
     check_cache,
     check_continuation,
+    check_kept,
     check_mask,
     check_program,
     check_usable,
+    check_used,
 )
 from .convolution_tnt import TNTCausalConv
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
@@ -558,6 +560,7 @@ class TNTModel(TNTPreTrainedModel):
             sizes = self.config.local_chunk_sizes
             count = self.memory_count - (self.config.global_chunk_size is not None)
             raise ValueError(f"local_chunk_sizes={sizes!r}: needs one entry for each of {count} local memories.")
+        check_kept(self, cache)
         if cache is not None:
             check_cache(cache, self.config, layout)
             past = cache.get_seq_length()
@@ -712,6 +715,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         if cache is not None:
             check_cache(cache, self.config)
             check_usable(cache)
+            check_used(generation_config.use_cache)
             mask, past = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
             # `generate` drops a mask of ones and keeps its length
             columns = getattr(generation_config, "_mask_length", past + 1) if mask is None else mask.shape[1]

@@ -139,11 +139,22 @@ static void top_gradient(const Job *job, I p, const real *top, int is_error, Inn
     through_standardise(C, V, x->u, x->h, x->inverse, delta);
 }
 
+/* |x|, also where its square leaves the range */
+static real length(I n, const real *x) {
+    real square = dot(n, x, x), most = 0, sum = 0;
+    if (square < INFINITY) return (real)sqrt(square);
+    EACH(i, n) most = x[i] > most ? x[i] : -x[i] > most ? -x[i] : most;
+    if (!(most > 0 && most < INFINITY)) return square;
+    EACH(i, n) sum += (x[i] / most) * (x[i] / most);
+    return most * (real)sqrt(sum);
+}
+
 /* |g| / bound of one token, 1 where the bound holds, from |a| and |delta| of each of L layers, C numbers apart: no
-   square of theirs leaves the range */
+   square of theirs leaves the range; infinity, and nothing is written, where |a| |delta| does */
 static real excess(I L, I C, const real *of_a, const real *of_delta, real bound) {
     real most = 0, sum = 0;
     EACH(i, L) most = of_a[i * C] * of_delta[i * C] > most ? of_a[i * C] * of_delta[i * C] : most;
+    if (!(most < INFINITY)) return most;
     EACH(i, L) {
         real part = most > 0 ? of_a[i * C] * of_delta[i * C] / most : 0;
         sum += part * part;
@@ -168,8 +179,8 @@ static void write_weights(const Job *job, I n, Inner *x) {
             EACH(i, L) {
                 I m = s->width[i], k = s->width[i + 1];
                 const real *a = x->a[i] + t * m, *d = x->delta[i] + t * k;
-                x->size_a[i * C + t] = (real)sqrt(dot(m, a, a));
-                x->size_delta[i * C + t] = (real)sqrt(dot(k, d, d));
+                x->size_a[i * C + t] = length(m, a);
+                x->size_delta[i * C + t] = length(k, d);
             }
             x->size[t] = excess(L, C, x->size_a + t, x->size_delta + t, job->bound);
             x->shrink[t] = 1 / x->size[t];

@@ -262,7 +262,7 @@ inline_ void activate(I gelu, I n, const real *restrict z, real *restrict a, rea
         EACH(i, n) {
             real x = z[i], e = 1 / (1 + exponential(-x)), y = x * e;
             a[i] = y;
-            slope[i] = y + e * (1 - y);
+            slope[i] = e + y * (1 - e); /* 1 - y is -y where y is large */
             if (scale) bend[i] = scale[i] * (e - e * e) * (x - 2 * y + 2);
         }
     }

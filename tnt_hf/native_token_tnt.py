@@ -155,8 +155,8 @@ static real memory_token(const Call *s, const Spec *of, I p, I now, const real *
     if (s->bounded) {
         real of_a[MAX_LAYERS], of_delta[MAX_LAYERS];
         EACH(i, L) {
-            of_a[i] = (real)sqrt(dot(s->width[i], a[i], a[i]));
-            of_delta[i] = (real)sqrt(dot(s->width[i + 1], delta[i], delta[i]));
+            of_a[i] = length(s->width[i], a[i]);
+            of_delta[i] = length(s->width[i + 1], delta[i]);
         }
         theta /= excess(L, 1, of_a, of_delta, bound);
     }

@@ -179,7 +179,9 @@ def excess(a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
 def bounded(lr: Tensor, a: list[Tensor], delta: list[Tensor], bound: float) -> Tensor:
     """theta_t with |g_t| over all layers limited to `bound`: the chunk then moves by at most sum(theta) * bound."""
     parts = torch.stack([smooth_norms(x) * smooth_norms(d) / bound for x, d in zip(a, delta)], -1)
-    size = smooth_norms(parts)
+    # scaled, for |g_t| may be in the range of a dtype, and its square not
+    most = parts.detach().amax(-1).clamp(torch.finfo(parts.dtype).tiny, torch.finfo(parts.dtype).max)
+    size = smooth_norms(parts / most[..., None]) * most
     return lr / torch.where(exceeds(size), size, size.detach()).clamp_min(1)
 
 
