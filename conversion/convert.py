@@ -251,6 +251,9 @@ def _complete(
     # Tokenizer files without a class name get it from the model type, which says nothing about ours.
     named = checkpoint.companions.get("tokenizer_config.json")
     tokenizer = read_json(named) if named else {}
+    if "auto_map" in checkpoint.fields:
+        kind = source_config.model_type
+        say(f"the source names code of its own (auto_map), which is not run: it is read as the library's {kind}")
     if "auto_map" in tokenizer:
         say("the tokenizer of the source needs code of its own, which is not copied: load it from the source")
     if not tokenizer.get("tokenizer_class"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tnt_hf.conversion.head_start import head_start
-from tnt_hf.settings import accept_fields_after_options, parse_value, parse_yaml
+from tnt_hf.settings import accept_fields_after_options, parse_value, read_yaml
 from tnt_hf.termination import orderly_termination
 
 
@@ -97,7 +97,7 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
     if options.config is not None:
         if not options.config.is_file():
             raise FileNotFoundError(f"--config {options.config}: is no file")
-        settings = parse_yaml(options.config.read_text(encoding="utf-8"))
+        settings = read_yaml(options.config, "--config")
         if not isinstance(settings, dict):
             raise ValueError(f"--config {options.config}: must hold a mapping, not {type(settings).__name__}")
         for name in settings:

@@ -269,7 +269,7 @@ def _attention(base: dict[str, Any], window: int | None, full_layers: list[int] 
             raise ValueError(f"full_attention_layers={full_layers!r}: needs a window for the other layers")
         return {"sliding_window": own, "layer_types": types}
     if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window < 2**31:
-        raise ValueError(f"window={window!r}: must be a positive integer (tokens) or None")
+        raise ValueError(f"window={window!r}: must be an integer of 1 to {2**31 - 1} (tokens) or None")
     if not isinstance(full_layers, list | tuple | None):
         raise ValueError(f"full_attention_layers={full_layers!r}: must be a list of layers")
     keep = list(full_layers or ())

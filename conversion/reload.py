@@ -30,7 +30,7 @@ from .inject import inject, unload
 from .injected_attention import PREFIX, is_injected
 from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
 from .language_model import language_model
-from .source import HUB_ID, locate, read_header, read_json, read_source
+from .source import HUB_ID, check_reachable, locate, read_header, read_json, read_source
 
 
 AUTO_CLASSES = (
@@ -197,6 +197,7 @@ def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs
         raise ValueError(f"base=None: adapter {adapter!r} does not name its base model; pass it.")
     revision = config.revision if base is None else kwargs.pop("revision", None)
     try:
+        check_reachable(name)
         found = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code"))
     except (OSError, ValueError) as error:
         raise ValueError(f"base={name!r}: the base model of adapter {adapter!r} cannot be loaded: {error}") from error

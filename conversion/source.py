@@ -84,8 +84,10 @@ def locate(source: str | os.PathLike, revision: str | None = None) -> Path:
     tokenizer files, never code.
 
     Raises:
-        FileNotFoundError: neither a folder nor the form of a Hub id.
+        FileNotFoundError: neither a folder nor the form of a Hub id. ValueError: no name.
     """
+    if not str(source).strip():
+        raise ValueError(f"source={str(source)!r}: must name a folder or a Hub id; the working directory is '.'")
     folder = Path(source)
     if folder.is_dir():
         if revision is not None:

@@ -83,10 +83,12 @@ def target_of(output: str | os.PathLike) -> Path:
     The resolved path of a folder to be.
 
     Raises:
-        ValueError: a link that leads to itself, or a path that is no text.
+        ValueError: no name, a link that leads to itself, or a path that is no text.
     """
+    if not str(output).strip():
+        raise ValueError(f"output={str(output)!r}: must name a folder; the working directory is '.'")
     try:
-        target = Path(output).resolve()
+        target = Path(output).expanduser().resolve()
     except (RuntimeError, OSError) as error:  # the former of Python up to 3.12
         raise ValueError(f"output={str(output)!r}: leads nowhere ({error})") from None
     if any(path.is_symlink() for path in (target, *target.parents)):  # which later ones leave as they are

@@ -55,7 +55,7 @@ from .verify_measures import (
     rounding,
 )
 from .verify_probe import probe_ids
-from .verify_report import NOT_APPLICABLE, NOT_RUN, Report, json_ready
+from .verify_report import NOT_APPLICABLE, NOT_RUN, Report, check_place, json_ready
 from .verify_structure import CHECKS, OF_ANY_LENGTH, check_padding, check_state, crossed, steady_positions
 
 
@@ -159,8 +159,8 @@ def _check_options(out: Path, tokens: int | None, report: Any, dtype: str | None
         raise ValueError(f"tokens={tokens!r}: must be an integer of at least {FEWEST_TOKENS}")
     if dtype is not None and dtype not in BYTES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(BYTES)}")
-    if report is not None and not Path(report).resolve().parent.is_dir():
-        raise FileNotFoundError(f"report={str(report)!r}: there is no such folder")
+    if report is not None:
+        check_place("report", report, [out])
 
 
 def _read_config(out: Path, rows: Report) -> TNTConfig | None:

@@ -41,10 +41,13 @@ def run(options: argparse.Namespace) -> int:
     from .manifest import add_digests
     from .verify import verify_conversion
     from .verify_files import unlisted
-    from .verify_report import as_markdown, as_text
+    from .verify_report import as_markdown, as_text, check_place
 
-    if options.markdown is not None and not Path(options.markdown).resolve().parent.is_dir():
-        raise FileNotFoundError(f"--markdown {options.markdown}: there is no such folder")
+    folders = [Path(options.source), Path(options.output)]
+    given = {name: place for name in ("json", "markdown") if (place := getattr(options, name)) is not None}
+    places = [check_place(f"--{name}", place, folders) for name, place in given.items()]
+    if len(set(places)) < len(places):
+        raise ValueError(f"--markdown={options.markdown!r}: is the file of --json")
     report = verify_conversion(
         options.source,
         options.output,

@@ -1,7 +1,9 @@
 """The report as data and as text: a verdict first, then one line per promise, then what was measured besides."""
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -9,6 +11,25 @@ PASS, FAIL, NOT_APPLICABLE, MEASURED, NOT_RUN = "pass", "fail", "not applicable"
 LABEL = {PASS: "ok", FAIL: "FAIL", NOT_APPLICABLE: "-", MEASURED: "measured", NOT_RUN: "not run"}
 SHOWN = 3  # names of many
 REASON = 160  # characters of a reason in the table; the JSON has all of it
+
+
+def check_place(field: str, place: str | os.PathLike, verified: Iterable[Path]) -> Path:
+    """
+    The resolved path of a file to write what was found to.
+
+    Raises:
+        FileNotFoundError: its folder does not exist. ValueError: it is a folder, or lies in one that is `verified`,
+            whose files it would change.
+    """
+    path = Path(place).resolve()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{field}={str(place)!r}: there is no such folder")
+    if path.is_dir():
+        raise ValueError(f"{field}={str(place)!r}: is a folder, not a file")
+    for folder in verified:
+        if folder.is_dir() and path.is_relative_to(folder.resolve()):
+            raise ValueError(f"{field}={str(place)!r}: lies in {str(folder)!r}, which is what is verified")
+    return path
 
 
 class Report:

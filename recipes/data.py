@@ -1,5 +1,6 @@
 """A byte-level BPE trained on the spot and windows of tokens; also the door to the corpus and to synthetic recall."""
 
+import re
 from typing import TYPE_CHECKING
 
 from tnt_hf.recipes.corpus import Corpus, is_held_out, read_corpus, source_files
@@ -21,6 +22,7 @@ __all__ = [
     "windows",
 ]
 END_OF_TEXT = "<|endoftext|>"
+_LONG = re.compile(r"(\S{1000}|\s{1000})")  # training takes the cube of a word's length; what is no word is cut
 
 
 def train_tokenizer(texts, vocab_size: int):
@@ -39,7 +41,7 @@ def train_tokenizer(texts, vocab_size: int):
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(alphabet), show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((part for text in texts for part in _LONG.split(text) if part), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )

@@ -144,7 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", choices=("auto", "float64", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR",
+        "--output", metavar="DIR",
         help="default: MODEL/evaluation in the folder of a run or a model with memory, otherwise ./evaluation",
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in DIR")
@@ -164,8 +164,13 @@ def main(arguments: list[str] | None = None) -> int:
     from tnt_hf.recipes.evaluation_report import as_markdown, check_output, write_evaluation
     from tnt_hf.recipes.model_folder import is_of_ours
 
+    if options.output is not None and not options.output.strip():
+        raise ValueError(f"--output {options.output!r}: must name a folder; the working directory is '.'")
     local = Path(options.model).is_dir()
-    output = options.output or Path(options.model if local and is_of_ours(Path(options.model)) else "") / "evaluation"
+    if options.output is None:
+        output = Path(options.model if local and is_of_ours(Path(options.model)) else "") / "evaluation"
+    else:
+        output = Path(options.output).expanduser()
     data, written = Path(options.data).resolve(), output.resolve()
     if data.is_dir() and data in (written, *written.parents):
         raise ValueError(f"--output {output}: lies in the folder of --data, whose content it would change")
@@ -180,7 +185,13 @@ def main(arguments: list[str] | None = None) -> int:
     names = (
         "tasks data data_config split text_column held_out context tokens samples seed batch_size local_chunk_sizes"
     )
-    results = evaluate(model, tokenizer, **{name: getattr(options, name) for name in names.split()})
+    try:
+        results = evaluate(model, tokenizer, **{name: getattr(options, name) for name in names.split()})
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(f"no room for a context of {options.context or 'the default'} tokens: {first}") from error
     results["command"] = shlex.join(
         ["tnt", "eval", *(Path(x).name if Path(x).is_absolute() else x for x in arguments)]
     )

@@ -19,7 +19,7 @@ from transformers.utils import cached_file
 import tnt_hf
 from tnt_hf.conversion import load_injected
 from tnt_hf.conversion.reload import ADAPTER_CONFIG
-from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, check_reachable
+from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, check_reachable, read_json
 from tnt_hf.recipes.data_files import SPLIT_NAMES
 from tnt_hf.recipes.model_card_tables import portable
 from tnt_hf.recipes.sources import read_texts
@@ -49,6 +49,8 @@ def load_model(
             such device.
     """
     tnt_hf.register()
+    if not name.strip():
+        raise ValueError(f"MODEL {name!r}: must name a folder or a Hub id; the working directory is '.'")
     if not Path(name).is_dir() and (Path(name).exists() or not HUB_ID.fullmatch(name)):
         raise ValueError(f"MODEL {name}: is neither a folder nor a Hub id")
     for option, place in (("MODEL", name), ("--tokenizer", tokenizer or name)):
@@ -61,8 +63,11 @@ def load_model(
         places = [tokenizer] if tokenizer else [name, base]
         place = next((place for place in places if any(_has(place, file) for file in TOKENIZER_FILES)), None)
         found = None if place is None else AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except (KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:  # whatever a damaged file causes
+    except ImportError as error:  # of the attention that the configuration names
         raise ValueError(f"MODEL {name}: {' '.join(str(error).split())}") from error
+    except (AttributeError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"cannot be read, {type(error).__name__}: "
+        raise ValueError(f"MODEL {name}: {kind}{' '.join(str(error).split())}") from error  # of a damaged file
     if tokenizer and found is None:
         raise ValueError(f"--tokenizer {tokenizer}: holds no tokenizer")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,15 +84,19 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[nn.Module, st
     base, settings = name, None
     adapter = _has(name, ADAPTER_CONFIG)
     if adapter is not None:
-        fields = json.loads(Path(adapter).read_text(encoding="utf-8"))
+        fields = read_json(Path(adapter))
         base, settings = fields.get("base_model_name_or_path"), fields.get("tnt_injection")
         if not base:
             raise ValueError(f"{ADAPTER_CONFIG} does not name the base model")
+        try:
+            check_reachable(base)
+        except OSError as error:
+            raise ValueError(f"base_model_name_or_path={base!r} of {ADAPTER_CONFIG}: {error}") from error
     elif Path(name).is_dir() and not Path(name, "config.json").is_file():
         raise ValueError(f"holds neither config.json nor {ADAPTER_CONFIG}")
     config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     arguments = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    if settings or getattr(config, "tnt_injection", None) or (adapter and config.model_type == "tnt"):
+    if settings is not None or getattr(config, "tnt_injection", None) or (adapter and config.model_type == "tnt"):
         return load_injected(name, **arguments), base
     model, info = AutoModelForCausalLM.from_pretrained(base, output_loading_info=True, **arguments)
     if missing := sorted(info["missing_keys"]):

@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import inject, language_model, load_injected, lora_config
 from tnt_hf.conversion.injection_config import injection_from_dict
+from tnt_hf.conversion.source import read_json
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.arguments import NEW_MODELS, ModelArguments, RunArguments
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE
@@ -197,7 +198,7 @@ def _load_other(field: str, name: str, model: ModelArguments) -> nn.Module:
 def _holds_injection(name: str, model: ModelArguments) -> bool:
     """Whether a folder or Hub repository has a memory that the library alone would leave out."""
     if (path := cached_file(name, ADAPTER, _raise_exceptions_for_missing_entries=False)) is not None:
-        return bool(json.loads(Path(path).read_text(encoding="utf-8")).get("tnt_injection"))
+        return read_json(Path(path)).get("tnt_injection") is not None
     return hasattr(AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code), "tnt_injection")
 
 
@@ -227,6 +228,8 @@ def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None 
             settings = lora_config(model, **(lora or {}))
         except (TypeError, ValueError) as error:
             raise ValueError(f"lora={lora!r}: {error}" if lora else str(error)) from error
+        if Path(model.name_or_path).is_dir():  # the adapter names its base, which no other folder is to be taken for
+            model.name_or_path = str(Path(model.name_or_path).resolve())
         return get_peft_model(model, settings)
     if hasattr(model, "peft_config"):
         raise ValueError(f"trainable={trainable!r}: the model is an adapter, which goes on as trainable='lora'")

@@ -140,6 +140,10 @@ def check_files(model: Model, files: dict[str, Path]) -> list[str]:
     if model.kind == "adapter":
         if not model.sizes["lora"] and not model.sizes["memory"]:
             raise ValueError(f"{ADAPTER_WEIGHTS}: holds no tensor of LoRA and none of a memory")
+        base = model.config.get("base_model_name_or_path")
+        if isinstance(base, str) and (Path(base).is_dir() or portable(base) != base):
+            note = f"{ADAPTER_CONFIG}: its base is {base!r}, a folder that readers do not have: push that, and name it"
+            return [note, *_check_tokenizer(model)]
     else:
         _check_complete(model)
     return _check_tokenizer(model)
@@ -167,7 +171,9 @@ def _check_complete(model: Model) -> None:
         load_injected(model.folder)  # compares every tensor itself, which it must load for that
         return
     with torch.device("meta"):
-        built = TNTForCausalLM(TNTConfig.from_dict(dict(model.config)))
+        config = TNTConfig.from_dict(dict(model.config))
+        config._attn_implementation = "eager"  # whatever it names, of which this machine may lack the package
+        built = TNTForCausalLM(config)
     wanted = {name: tuple(x.shape) for name, x in built.state_dict().items()}
     stored = {name: x.shape for name, x in read_source(model.folder).tensors.items()}
     tied = {"lm_head.weight"} if built.config.tie_word_embeddings else set()

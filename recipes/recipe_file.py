@@ -20,7 +20,7 @@ from typing import Any
 
 from tnt_hf.recipes.arguments import DataArguments, ModelArguments, RunArguments
 from tnt_hf.recipes.contradictions import check_settings, shown
-from tnt_hf.settings import parse_value, parse_yaml
+from tnt_hf.settings import parse_value, read_yaml
 
 
 # What a recipe expects of `TrainingArguments` where it says nothing; the library has other ideas.
@@ -84,6 +84,10 @@ class Text(str):
     """A value from the command line, not yet read."""
 
 
+class Flag(Text):
+    """What stands for the value of an option that has none: true, where the field may be that."""
+
+
 def read_recipe(arguments: list[str]) -> Recipe:
     """
     The recipe that a command line asks for: `--config FILE` and `--field value` for any field.
@@ -95,22 +99,10 @@ def read_recipe(arguments: list[str]) -> Recipe:
     """
     from transformers import HfArgumentParser, TrainingArguments
 
-    from tnt_hf import TNTConfig
-
     path, overrides = _command_line(arguments)
     settings = {} if path is None else _read(path)
-    hints = {}
-    for kind in (ModelArguments, DataArguments, RunArguments, TrainingArguments):
-        hints |= {name: hint for name, hint in typing.get_type_hints(kind).items() if _is_field(kind, name)}
-    known = set(TNTConfig.__annotations__)
-    flat: dict[str, Any] = {}
-    for layer in (settings, overrides):
-        placed: set[str] = set()
-        for name, value in layer.items():
-            for field in _place(flat, name, value, hints, known):
-                if field in placed:
-                    raise ValueError(f"{field}: is given twice, once as {name}")
-                placed.add(field)
+    hints = _hints()
+    flat = flatten(settings, overrides)
     if {"max_steps", "train_tokens"} & overrides.keys() and "num_train_epochs" not in overrides:
         flat.pop("num_train_epochs", None)  # the command line says how long, instead of the file
     if "dataset_name" in overrides and "dataset_config" not in overrides:
@@ -157,6 +149,38 @@ def read_recipe(arguments: list[str]) -> Recipe:
         raise ValueError(f"TrainingArguments: {type(error).__name__}: {error}") from error
 
 
+def flatten(*layers: dict[str, Any]) -> dict[str, Any]:
+    """
+    Settings as files and command lines give them, later over earlier ones, by the fields that they set: a field of
+    `TNTConfig` is one of `model_config`.
+
+    Raises:
+        ValueError: what is no field, or is given twice in one layer.
+    """
+    from tnt_hf import TNTConfig
+
+    hints, known = _hints(), set(TNTConfig.__annotations__)
+    flat: dict[str, Any] = {}
+    for layer in layers:
+        placed: set[str] = set()
+        for name, value in layer.items():
+            for field in _place(flat, name, value, hints, known):
+                if field in placed:
+                    raise ValueError(f"{field}: is given twice, once as {name}")
+                placed.add(field)
+    return flat
+
+
+def _hints() -> dict[str, Any]:
+    """The type of every field of a recipe."""
+    from transformers import TrainingArguments
+
+    hints = {}
+    for kind in (ModelArguments, DataArguments, RunArguments, TrainingArguments):
+        hints |= {name: hint for name, hint in typing.get_type_hints(kind).items() if _is_field(kind, name)}
+    return hints
+
+
 # --------------------------------------------------------------------------------------- the file and the command line
 
 
@@ -176,8 +200,9 @@ def _command_line(arguments: list[str]) -> tuple[Path | None, dict[str, Any]]:
         if name in given:
             raise ValueError(f"--{name} {' '.join(values)}: is given twice")
         if not values:
-            values = ["true"]
-        given[name] = Text(values[0]) if len(values) == 1 else [Text(value) for value in values]
+            given[name] = Flag("true")
+        else:
+            given[name] = Text(values[0]) if len(values) == 1 else [Text(value) for value in values]
     config = given.pop("config", None)
     if isinstance(config, list):
         raise ValueError(f"config={' '.join(config)!r}: must be one file")
@@ -207,10 +232,7 @@ def packaged_recipes() -> list[str]:
 
 def _read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
-    try:
-        settings = parse_yaml(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"config={str(path)!r}: {error}") from error
+    settings = read_yaml(path, "config")
     if settings is not None and not isinstance(settings, dict):
         raise ValueError(f"config={str(path)!r}: must hold a mapping of fields, not {type(settings).__name__}")
     return settings or {}
@@ -306,6 +328,8 @@ def _fits(value: Any, kind: Any) -> bool:
 def _typed(name: str, value: Any, hint: Any) -> Any:
     """`value` as a field of type `hint` may hold it; raises `ValueError`, naming the field."""
     kinds, raw = _kinds(hint), value
+    if isinstance(value, Flag) and bool not in kinds:
+        raise ValueError(f"{name}: --{name} needs a value")
     value = _parsed(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name}={value!r}: must be finite")

@@ -8,11 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import MODES, left_padded, tiny_config, tiny_model, tokens
+from tiny_hosts import OPEN_TNT, tiny_host
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from tnt_hf import TNTCache, memory_state_bytes
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.cache_tnt import FINGERPRINT
+from tnt_hf.conversion import inject
 from tnt_hf.costs_tnt import key_value_bytes, memory_state_shapes
 from tnt_hf.state_tnt import StateLayout
 
@@ -280,6 +282,34 @@ def test_a_mask_that_contradicts_what_the_memory_has_read_is_refused():
     filled(model, tokens(2, 3), cache, attention_mask=mask)
     with pytest.raises(ValueError, match=r"\[12, 12\] of the 12 cached tokens.*has read \[9, 12\]"):
         filled(model, tokens(2, 2), cache, attention_mask=torch.ones(2, 14, dtype=torch.long))
+
+
+def test_a_mask_that_contradicts_is_refused_at_one_token_too():
+    """A loop that decodes by hand with a mask of ones, after rows that were padded; the first of its masks counts."""
+    model, mask = tiny_model(), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :5] = 0
+    cache, one = filled(model, tokens(2, 9), attention_mask=mask), torch.ones(2, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"\[9, 9\] of the 9 cached tokens.*has read \[4, 9\]"):
+        filled(model, tokens(2, 1), cache, attention_mask=torch.ones(2, 10, dtype=torch.long))
+    for _ in range(3):
+        mask = torch.cat([mask, one], 1)
+        filled(model, tokens(2, 1), cache, attention_mask=mask)
+    cache.reset()
+    filled(model, tokens(2, 12), cache)
+    mask = torch.cat([mask, one], 1)
+    with pytest.raises(ValueError, match=r"\[7, 12\] of the 12 cached tokens.*has read \[12, 12\]"):
+        filled(model, tokens(2, 1), cache, attention_mask=mask)
+
+
+def test_a_cache_that_is_not_to_be_used_is_refused_by_generate():
+    """The library would feed all tokens again with every new one, and each time the memory would read them."""
+    for model in (tiny_model(), inject(tiny_host("llama"), OPEN_TNT)):
+        cache, ids = DynamicCache(config=model.config), tokens(1, 6)
+        with pytest.raises(ValueError, match="use_cache=False"):
+            model.generate(ids, past_key_values=cache, use_cache=False, max_new_tokens=2)
+        assert cache.get_seq_length() == 0
+        model.generate(ids, past_key_values=cache, max_new_tokens=2)
+        assert cache.get_seq_length() == 7
 
 
 # ------------------------------------------------------------------------------------------------------------ sessions

@@ -79,11 +79,30 @@ def test_the_library_finds_the_name_that_it_uses():
     assert CACHE_NAME in model.config.keys_to_ignore_at_inference
 
 
-def test_a_checkpointed_layer_gets_no_cache():
-    """It is run twice, and a cache would read its tokens twice: the library takes it away by its name."""
+def test_a_checkpointed_model_makes_no_cache():
+    """A layer is run twice, and would read its tokens twice."""
+    model, ids = tiny_model().train(), tokens(1, 6)
+    model.activation_checkpointing_enable()
+    out = model(ids, labels=ids, use_cache=True)
+    out.loss.backward()
+    assert CACHE_NAME not in out
+
+
+def test_a_callers_cache_is_refused_with_checkpointing():
+    """It would stay empty, and the next segment begin with nothing."""
     model = tiny_model().train()
     model.activation_checkpointing_enable()
     ids = tokens(1, 6)
-    cache = TNTCache(model.config)
-    model(ids, labels=ids, **{CACHE_NAME: cache}).loss.backward()
-    assert cache.get_seq_length() == 0
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        model(ids, **{CACHE_NAME: TNTCache(model.config)})
+    if CACHE_NAME == "past_key_values":  # renamed by the release that checkpoints nothing without gradients
+        with pytest.raises(ValueError, match="gradient checkpointing"):
+            model.generate(ids, max_new_tokens=2)
+    else:
+        assert model.generate(ids, max_new_tokens=2).equal(model.eval().generate(ids, max_new_tokens=2))
+    model.eval()
+    assert model(ids, **{CACHE_NAME: TNTCache(model.config)})[CACHE_NAME].get_seq_length() == 6
+    host = inject(tiny_host("llama"), OPEN_TNT).train()
+    host.activation_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        host(ids, **{CACHE_NAME: DynamicCache(config=host.config)})

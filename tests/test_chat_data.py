@@ -49,6 +49,13 @@ def bytes_tokenizer(template: str | None):
     return tokenizer
 
 
+def test_a_word_without_end_is_no_obstacle():
+    """Its cube, which training would take, is hours for a megabyte."""
+    tokenizer = train_tokenizer(["x" * 1_000_000, "a word " * 3, " " * 1_000_000], 300)
+    text = "x" * 50 + " a word"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text and len(tokenizer) > 257
+
+
 def scored_texts(tokenizer, ids, scored) -> list[str]:
     """What is scored, one text per run of scored tokens."""
     runs, before = [], False

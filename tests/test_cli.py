@@ -131,13 +131,17 @@ def test_info_reads_fields_that_are_saved_where_they_were_set(config_file, tmp_p
     assert info(capsys, str(tmp_path)) == info(capsys, config_file, "sliding_window=8")
 
 
-def test_info_reads_recipes_of_new_models(capsys):
+def test_info_reads_recipes_of_new_models(tmp_path, capsys):
     """The paper's 150M models, by name and by path; the recipes promise equal parameters."""
     totals = {info(capsys, f"{name}_150m/stage1")["parameters"]["total"] for name in ("tnt", "titans", "transformer")}
     assert max(totals) / min(totals) < 1.01
     path = Path(__file__).parents[1] / "recipes" / "tnt_debug" / "stage1.yaml"
     assert info(capsys, str(path)) == info(capsys, "tnt_debug/stage1")
     assert load_config("tnt_debug/stage1", []).vocab_size == 1024
+    flat = tmp_path / "flat.yaml"
+    flat.write_text("mode: pretrain\nmodel: tnt\nhidden_size: 32\nmodel_config.num_hidden_layers: 3\n")
+    found = load_config(str(flat), [])
+    assert (found.hidden_size, found.num_hidden_layers) == (32, 3), "as `tnt train` reads it"
     assert main(["info", "tnt_debug/stage2"]) == 2
     assert "makes no TNT model anew (mode='stage2', model='runs/tnt_debug/stage1')" in capsys.readouterr().err
 
@@ -179,12 +183,28 @@ def test_presets_are_the_documented_baselines():
         (["tnt_debug/stage3"], "'tnt_debug/stage3' is no recipe; there are tnt_debug/align, "),
         (["{folder}/list.yaml"], "must hold a mapping"),
         (["{folder}/llama.json"], "model_type='llama'"),
+        (["tnt", "model_type=llama"], "model_type='llama'"),
+        (["tnt", "hidden_size=64", "hidden_size=128"], "hidden_size is given twice"),
+        (["tnt", "dtype=float17"], "no attribute 'float17'"),
+        (["tnt", "id2label=5"], "'tnt': 'int' object"),
+        (["{folder}/bytes.yaml"], "bytes.yaml': 'utf-8' codec"),
+        (["{folder}/date.yaml"], "date.yaml': 'a: 2024-13-45' is no YAML (month"),
+        (["{folder}/number.yaml"], "1 is no name of a field"),
+        (["{folder}/recipe.yaml"], "model_config=5 must be a mapping"),
+        (["{folder}/recipe2.yaml"], "makes no TNT model anew (mode='pretrain', model=['tnt'])"),
+        (["{folder}/recipe3.yaml"], "hidden_sise=3: is no field; did you mean 'hidden_size'?"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_info_names_the_mistake(arguments, message, tmp_path, capsys):
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "llama.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff")
+    (tmp_path / "date.yaml").write_text("a: 2024-13-45")
+    (tmp_path / "number.yaml").write_text("1: 2\n")
+    (tmp_path / "recipe.yaml").write_text("{mode: pretrain, model: tnt, model_config: 5}")
+    (tmp_path / "recipe2.yaml").write_text("{mode: pretrain, model: [tnt]}")
+    (tmp_path / "recipe3.yaml").write_text("{mode: pretrain, model: tnt, hidden_sise: 3}")
     assert main(["info", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and not printed.out
@@ -288,6 +308,15 @@ def test_lists_of_integers_are_given_with_spaces_or_commas_as_to_train(option, n
             evaluate_parser().parse_args(["model", option, *given])
         expected = f"argument {option}: '{' '.join(given)}' must be integers, as 4 8 or 4,8"
         assert capsys.readouterr().err.endswith(f"{expected}\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_an_empty_name_is_not_the_working_directory(command, model_folder, monkeypatch, capsys):
+    monkeypatch.chdir(model_folder)
+    assert main([command, "", *(["--prompt", "a"] if command == "generate" else [])]) == 2
+    assert "MODEL '': must name a folder" in capsys.readouterr().err
+    assert main(["eval", model_folder, "--output", ""]) == 2
+    assert "--output '': must name a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

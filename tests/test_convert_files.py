@@ -388,6 +388,10 @@ def test_the_command_line(tmp_path, source, monkeypatch, capsys):
     "arguments, message",
     [
         (["nowhere", "result"], "nowhere"),
+        (["source", ""], "output='': must name a folder"),
+        (["", "result"], "source='': must name a folder"),
+        (["source", "result", "--window", "2147483648"], "must be an integer of 1 to 2147483647"),
+        (["source", "result", "--config", "source/model.safetensors"], "--config='source/model.safetensors': 'utf-8'"),
         (["source", "result", "memory_layers=[0"], "is no YAML"),
         (["source", "result", "memory_layers=" + "[" * 5000], "is no YAML"),
         (["source", "result", "overwrite=maybe"], "overwrite='maybe'"),

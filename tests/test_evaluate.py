@@ -210,6 +210,17 @@ def test_models_of_every_kind_are_loaded(tmp_path, tokenizer):
     plainly.save_pretrained(tmp_path / "plain adapter")
     again, _ = load_model(str(tmp_path / "plain adapter"))
     assert numbers(evaluate(again, found, **plain)) == numbers(evaluate(plainly, found, **plain)) != reference
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    good = json.loads(settings.read_text())
+    for broken, message in (
+        ([], "must hold a JSON object, not list"),
+        (good | {"base_model_name_or_path": "nowhere/at/all"}, "base_model_name_or_path='nowhere/at/all'.*no such"),
+        (good | {"tnt_injection": {}}, "kind"),
+        (good | {"target_modules": None}, "MODEL .*cannot be read, |target_modules"),
+    ):
+        settings.write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match=message):
+            load_model(str(tmp_path / "adapter"))
     whole, none = load_model(str(tmp_path / "whole"))
     assert none is None, "it was saved without a tokenizer"
     assert numbers(evaluate(whole, found, **plain)) == numbers(evaluate(adapted, found, **plain))

@@ -103,6 +103,24 @@ def test_a_gradient_bound_at_the_ends_of_float32(op, grad_bound):
     )
 
 
+@pytest.mark.parametrize("implementation", ["naive", "chunk", "native"])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_gradient_bound_of_gradients_beyond_a_floats_square(implementation, chunks):
+    """|v|, or |g| of two layers, is a float32 and its square is not: as much is written as of smaller ones."""
+
+    def written(size, depth):
+        (q, k, v, lr), weights, _ = make_inputs(T=4, depth=depth, dtype=torch.float32)
+        tensors, state, options = [q, size * k, v if depth > 1 else size * v, lr], None, {"grad_bound": 1.0}
+        options |= {"chunk_size": 1, "implementation": implementation, "output_final_state": True}
+        for i in range(chunks):
+            rows = slice(i * 4 // chunks, (i + 1) * 4 // chunks)
+            _, state = memory_chunkwise(*(x[:, rows] for x in tensors), weights, **options, initial_state=state)
+        return sum((w - x).square().sum() for w, x in zip(state.weights, weights)).sqrt()
+
+    for depth, small, large in ((2, 1e8, 3e10), (1, 1e8, 1e12)):
+        assert written(large, depth) == pytest.approx(float(written(small, depth)), rel=1e-2) != 0
+
+
 @pytest.mark.parametrize("size", [1e-15, 1e15])
 def test_gradients_through_a_gradient_bound_of_any_size(size):
     """A linear memory with its values, weights and bound times `size`, whose cube is no float32."""

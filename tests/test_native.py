@@ -96,6 +96,22 @@ def test_activations_over_their_whole_range(activation, last_bits, absolute):
 
 
 @needs_native
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_slopes_over_their_whole_range(activation):
+    """phi'(z) is what the way back multiplies with, here for reads that nothing is written before."""
+    z = torch.cat([torch.linspace(-30, 30, 16000), torch.tensor([80.0, -80.0, 1e4, -1e4, 3e7, -3e7, 1e15, -1e15] * 2)])
+    q = z.view(1, -1, 1, 16).requires_grad_()
+    zero, eye = torch.zeros_like(q), [torch.eye(16)[None]] * 2
+    o, _ = memory_chunkwise(
+        q, zero, zero, zero[..., 0], eye, chunk_size=16, activation=activation, implementation="native"
+    )
+    (slope,) = torch.autograd.grad(o.sum(), q)
+    x = z.double().requires_grad_()
+    (want,) = torch.autograd.grad(getattr(torch.nn.functional, activation)(x).sum(), x)
+    assert (slope.flatten() - want).abs().max() <= 2e-6  # a few bits of float32 at 1, of z up to 17 times more
+
+
+@needs_native
 def test_not_a_number_stays_in_its_row_and_behind_its_chunks_first():
     tensors, weights, gates = make_inputs(B=2, T=24, K=16, V=16, hidden=16, momentum=True, dtype=torch.float32)
     options = {"chunk_size": 4, "implementation": "native", **gates}

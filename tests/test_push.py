@@ -206,7 +206,9 @@ def test_an_adapter_goes_up_and_comes_back(hub, tmp_path, monkeypatch):
             if "lora_B" in name:
                 parameter.normal_()
     adapted.save_pretrained("adapter")
-    push("adapter", "user/adapter", say=lambda line: None)
+    told: list[str] = []
+    push("adapter", "user/adapter", say=told.append)
+    assert any("its base is" in line and "a folder that readers do not have" in line for line in told)
     files = hub.files("user/adapter")[1]
     assert files.keys() == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "llama"

@@ -234,6 +234,8 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
         ("--model_config.hidden_sise 3", "model_config.hidden_sise=3: is no field; did you mean 'hidden_size'?"),
         ("3", "'3': is no option"),
         ("--seed 1 --seed 2", "--seed 2: is given twice"),
+        ("--output_dir", "output_dir: --output_dir needs a value"),
+        ("--dataset_name --seed 1", "dataset_name: --dataset_name needs a value"),
         ("--learning_rate abc", "learning_rate='abc': must be a number"),
         ("--learning_rate .nan", "learning_rate=nan: must be finite"),
         ("--learning_rate .inf", "learning_rate=inf: must be finite"),

@@ -280,6 +280,8 @@ def test_sft_saves_an_adapter_with_its_memory_and_its_schedule(teacher):
     assert falls(losses, 0.05)
     weights = [entry["mag_weight"] for entry in trainer.state.log_history if "mag_weight" in entry]
     assert weights[:6] == [LiZACallback("ramp", final_weight=0.5, transition_step=4).weight_at(s) for s in range(1, 7)]
+    adapter = json.loads(Path("sft/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(Path("teacher").resolve()), "or another folder's may be taken"
     again = load_injected("sft")
     assert torch.equal(logits(again), logits(trainer.model))
     base = again.get_base_model()

@@ -188,3 +188,28 @@ def test_steps_are_one_line_on_a_terminal_and_nothing_elsewhere(folders, monkeyp
     shown = sys.stderr.getvalue()
     assert "\n" not in shown and "verify: base weights (step " in shown
     assert not shown.rstrip("\r").rpartition("\r")[2].strip(), "the line is cleared for the report"
+
+
+def test_a_report_is_written_into_nothing_that_is_verified(folders, converted, tmp_path):
+    """It would be a file that the manifest does not know, or take the place of one that is linked to the source."""
+    source, before = folders[0], {path.name: path.read_bytes() for path in converted.iterdir() if path.is_file()}
+
+    def run(*words):
+        parser = argparse.ArgumentParser()
+        verify_command.add_arguments(parser)
+        verify_command.run(parser.parse_args([str(source), str(converted), *map(str, words)]))
+
+    for words, message in (
+        (["--json", converted / "verify.json"], "--json=.*which is what is verified"),
+        (["--markdown", converted / "config.json"], "--markdown=.*which is what is verified"),
+        (["--json", source / "report.json"], "--json=.*which is what is verified"),
+        (["--json", tmp_path], "is a folder, not a file"),
+        (["--json", tmp_path / "a", "--markdown", tmp_path / "a"], "is the file of --json"),
+        (["--markdown", tmp_path / "nowhere" / "a"], "no such folder"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            run(*words)
+    with pytest.raises(ValueError, match="report=.*which is what is verified"):
+        verify_conversion(source, converted, report=converted / "report.json", progress=False)
+    assert {path.name: path.read_bytes() for path in converted.iterdir() if path.is_file()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["converted"]

@@ -126,7 +126,7 @@ def load_config(source: str, overrides: list[str]):
     from tnt_hf.conversion.source import check_reachable
     from tnt_hf.presets import PRESETS
     from tnt_hf.recipes.recipe_file import find_recipe, packaged_recipes
-    from tnt_hf.settings import parse_value, parse_yaml
+    from tnt_hf.settings import parse_value, read_yaml
 
     recipes = packaged_recipes()
     if source in recipes and not Path(source).exists():
@@ -135,7 +135,7 @@ def load_config(source: str, overrides: list[str]):
     if source in PRESETS:
         fields = dict(PRESETS[source])
     elif path.is_file():
-        fields = parse_yaml(path.read_text())  # every JSON file is YAML
+        fields = read_yaml(path, "MODEL")  # every JSON file is YAML
     elif Path(source).is_dir():
         raise FileNotFoundError(f"{source!r} is a folder without config.json")
     elif similar := [name for name in recipes if Path(name).parts[:1] == path.parts[:1]]:
@@ -150,6 +150,8 @@ def load_config(source: str, overrides: list[str]):
             raise OSError(f"MODEL {source}: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{source!r} must hold a mapping of TNTConfig fields, not {type(fields).__name__}")
+    if strange := next((name for name in fields if not isinstance(name, str)), None):
+        raise ValueError(f"{source!r}: {strange!r} is no name of a field")
     if fields.get("model_type", "tnt") != "tnt":
         raise ValueError(f"{source!r} has model_type={fields['model_type']!r}; only 'tnt' can be read")
     if "mode" in fields:
@@ -160,7 +162,11 @@ def load_config(source: str, overrides: list[str]):
         name, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"{override!r} must have the form FIELD=VALUE")
+        if name in given:
+            raise ValueError(f"{override!r}: {name} is given twice")
         given[name] = parse_value(value)
+    if given.get("model_type", "tnt") != "tnt":
+        raise ValueError(f"model_type={given['model_type']!r}: only 'tnt' can be described")
     # The others are saved where they were set, and those of a conversion where its source needs them.
     known = {*TNTConfig().to_dict(), "output_surprise", "window_narrowed", "attn_implementation", "tokenizer_class"}
     for name in fields | given:
@@ -170,7 +176,10 @@ def load_config(source: str, overrides: list[str]):
                 f"TNTConfig has no field {name!r}" + (f"; did you mean {similar[0]!r}?" if similar else "")
             )
     options = {name: given.pop(name) for name in list(given) if name in TNTConfig.__dataclass_fields__}
-    return TNTConfig.from_dict(fields | given, **options)
+    try:
+        return TNTConfig.from_dict(fields | given, **options)
+    except (AttributeError, TypeError) as error:  # of the library, for a value of another type
+        raise ValueError(f"{source!r}: {' '.join(str(error).split())}") from error
 
 
 def fields_of_recipe(source: str, recipe: dict) -> dict:
@@ -180,15 +189,19 @@ def fields_of_recipe(source: str, recipe: dict) -> dict:
         ValueError: the recipe goes on from a model that exists, or makes one that is not TNT's.
     """
     from tnt_hf.presets import PRESETS
+    from tnt_hf.recipes.recipe_file import flatten
 
-    made = recipe.get("model")
-    if made not in PRESETS:
+    recipe = flatten(recipe)
+    made, changed = recipe.get("model"), recipe.get("model_config") or {}
+    if not isinstance(changed, dict):
+        raise ValueError(f"{source!r}: model_config={changed!r} must be a mapping")
+    if not isinstance(made, str) or made not in PRESETS:
         raise ValueError(
             f"{source!r} is a recipe that makes no TNT model anew (mode={recipe['mode']!r}, model={made!r});"
             " name the folder of a model"
         )
     vocabulary = {"vocab_size": size} if (size := recipe.get("tokenizer_vocab_size")) else {}
-    return PRESETS[made] | vocabulary | (recipe.get("model_config") or {})
+    return PRESETS[made] | vocabulary | changed
 
 
 def count_parameters(config) -> dict[str, dict[str, int]]:

@@ -81,12 +81,14 @@ def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None
 def check_kept(module: nn.Module, cache: Any) -> None:
     """
     Raises:
-        ValueError: gradient checkpointing would drop the caller's cache: a recomputed layer must not write to it twice.
+        ValueError: a caller's cache with gradient checkpointing, under which no layer reads or writes one.
     """
-    if cache is not None and module.training and getattr(module, "gradient_checkpointing", False):
+    checkpointed = module.training and getattr(module, "gradient_checkpointing", False)
+    # since transformers 5.24, which renamed the argument, nothing is checkpointed without gradients
+    if cache is not None and checkpointed and (torch.is_grad_enabled() or CACHE_NAME == "past_key_values"):
         raise ValueError(
             f"{CACHE_NAME} is given with gradient checkpointing in training mode, where layers neither read nor write"
-            " it: call gradient_checkpointing_disable() or eval(), or pass whole sequences without a cache."
+            " it: call activation_checkpointing_disable() or eval(), or pass whole sequences without a cache."
         )
 
 
@@ -96,7 +98,9 @@ def check_used(use_cache: bool | None) -> None:
         ValueError: `use_cache=False` beside a cache: `generate` would give the memory all tokens again with each.
     """
     if use_cache is False:
-        raise ValueError(f"use_cache=False: {CACHE_NAME} is given, which reads every token once; leave one of them out.")
+        raise ValueError(
+            f"use_cache=False: {CACHE_NAME} is given, which reads every token once; leave one of them out."
+        )
 
 
 def check_usable(cache: Cache) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 from typing import Any
 
 
@@ -28,8 +29,16 @@ def parse_yaml(text: str) -> Any:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last of dates that do not exist
         raise ValueError(f"{text[:60]!r} is no YAML ({' '.join(str(error).split())})") from error
+
+
+def read_yaml(path: Path, name: str) -> Any:
+    """What the YAML file `path` holds. Raises ValueError, naming `name` and it: no YAML, or bytes that are no text."""
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name}={str(path)!r}: {error}") from error
 
 
 def parse_value(text: str) -> Any:
