@@ -63,11 +63,11 @@ def load_model(
         places = [tokenizer] if tokenizer else [name, base]
         place = next((place for place in places if any(_has(place, file) for file in TOKENIZER_FILES)), None)
         found = None if place is None else AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except ImportError as error:  # of the attention that the configuration names
+    except (ImportError, OSError, ValueError) as error:  # the first of the attention that a configuration names
         raise ValueError(f"MODEL {name}: {' '.join(str(error).split())}") from error
-    except (AttributeError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
-        kind = "" if isinstance(error, OSError | ValueError) else f"cannot be read, {type(error).__name__}: "
-        raise ValueError(f"MODEL {name}: {kind}{' '.join(str(error).split())}") from error  # of a damaged file
+    except (AttributeError, KeyError, RuntimeError, SafetensorError, TypeError) as error:  # what damaged files cause
+        kind, message = type(error).__name__, " ".join(str(error).split())
+        raise ValueError(f"MODEL {name}: cannot be read, {kind}: {message}") from error
     if tokenizer and found is None:
         raise ValueError(f"--tokenizer {tokenizer}: holds no tokenizer")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -150,8 +150,8 @@ def load_config(source: str, overrides: list[str]):
             raise OSError(f"MODEL {source}: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{source!r} must hold a mapping of TNTConfig fields, not {type(fields).__name__}")
-    if strange := next((name for name in fields if not isinstance(name, str)), None):
-        raise ValueError(f"{source!r}: {strange!r} is no name of a field")
+    if strange := [name for name in fields if not isinstance(name, str)]:
+        raise ValueError(f"{source!r}: {strange[0]!r} is no name of a field")
     if fields.get("model_type", "tnt") != "tnt":
         raise ValueError(f"{source!r} has model_type={fields['model_type']!r}; only 'tnt' can be read")
     if "mode" in fields:
