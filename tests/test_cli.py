@@ -189,7 +189,7 @@ def test_presets_are_the_documented_baselines():
         (["tnt", "id2label=5"], "'tnt': 'int' object"),
         (["{folder}/bytes.yaml"], "bytes.yaml': 'utf-8' codec"),
         (["{folder}/date.yaml"], "date.yaml': 'a: 2024-13-45' is no YAML (month"),
-        (["{folder}/number.yaml"], "1 is no name of a field"),
+        (["{folder}/number.yaml"], "None is no name of a field"),
         (["{folder}/recipe.yaml"], "model_config=5 must be a mapping"),
         (["{folder}/recipe2.yaml"], "makes no TNT model anew (mode='pretrain', model=['tnt'])"),
         (["{folder}/recipe3.yaml"], "hidden_sise=3: is no field; did you mean 'hidden_size'?"),
@@ -201,7 +201,7 @@ def test_info_names_the_mistake(arguments, message, tmp_path, capsys):
     (tmp_path / "llama.json").write_text('{"model_type": "llama"}')
     (tmp_path / "bytes.yaml").write_bytes(b"\xff")
     (tmp_path / "date.yaml").write_text("a: 2024-13-45")
-    (tmp_path / "number.yaml").write_text("1: 2\n")
+    (tmp_path / "number.yaml").write_text("null: 2\n")
     (tmp_path / "recipe.yaml").write_text("{mode: pretrain, model: tnt, model_config: 5}")
     (tmp_path / "recipe2.yaml").write_text("{mode: pretrain, model: [tnt]}")
     (tmp_path / "recipe3.yaml").write_text("{mode: pretrain, model: tnt, hidden_sise: 3}")
