@@ -98,10 +98,15 @@ def lora_config(model: nn.Module, **overrides: Any) -> LoraConfig:
     else:
         config = InjectedLoraConfig(**values, tnt_injection=copy.deepcopy(settings))
         config.host = base.config
+    _check_saved(values.get("modules_to_save") or [], base)
     wanted = values["target_modules"]
-    if inside := _only_inside(wanted, base):
+    parameters = values.get("target_parameters")
+    if inside := _only_inside(wanted, parameters, base):
         reason = "is inside the memory, which is trained in full and gets no LoRA"
-        raise ValueError(f"target_modules={wanted!r}: {inside[0]!r} {reason}.")
+        field, given = (
+            ("target_parameters", parameters) if inside[0] in (parameters or ()) else ("target_modules", wanted)
+        )
+        raise ValueError(f"{field}={given!r}: {inside[0]!r} {reason}.")
     found = any(check_target_module_exists(config, name) for name, _ in base.named_modules())
     if wanted != ALL_LINEAR and not found:
         raise ValueError(f"target_modules={wanted!r}: match no module of {type(base).__name__}.")
@@ -168,15 +173,34 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception:
-        for name, module in reversed(list(model.named_modules())):  # wrappers may hold adapters
-            if isinstance(module, BaseTunerLayer):
-                model.set_submodule(name, module.get_base_layer())
-            elif isinstance(module, AuxiliaryTrainingWrapper):
-                model.set_submodule(name, module.original_module)
+        take_out_wrappers(model)
         model.__dict__.pop("peft_config", None)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trainable)
         raise
+
+
+def take_out_wrappers(model: nn.Module) -> None:
+    """
+    Put what peft's layers are wrapped around back into its places. `model.delete_adapter` leaves them there.
+
+    Raises:
+        ValueError: an adapter is merged into a weight.
+    """
+    _check_not_merged(model)
+    for name, module in reversed(list(model.named_modules())):  # wrappers may hold adapters
+        if isinstance(module, BaseTunerLayer):
+            model.set_submodule(name, module.get_base_layer())
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            model.set_submodule(name, module.original_module)
+
+
+def _check_not_merged(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and module.merged:
+            raise ValueError(
+                f"{name}: an adapter is merged into its weight; model.unmerge_adapter() takes it out (up to rounding)."
+            )
 
 
 def without_adapters(model: PeftModel) -> PreTrainedModel:
@@ -198,11 +222,7 @@ def without_adapters(model: PeftModel) -> PreTrainedModel:
             raise ValueError(f"init_lora_weights={start!r} of adapter {name!r}: has changed the model's own weights.")
         if bias != "none":
             raise ValueError(f"bias={bias!r} of adapter {name!r}: has trained the model's own biases.")
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and module.merged:
-            raise ValueError(
-                f"{name}: an adapter is merged into its weight; model.unmerge_adapter() takes it out (up to rounding)."
-            )
+    _check_not_merged(model)
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             module.set_adapter([])  # the original comes back, not the trained copy
@@ -214,7 +234,8 @@ def _targets(base: nn.Module) -> tuple[list[str], bool]:
     kind = getattr(getattr(base, "config", None), "model_type", None)
     if kind == "tnt":
         return TNT_TARGETS, False
-    if any(is_injected(module) for module in base.modules()) and kind in ARCHITECTURES:
+    injected = isinstance(base, nn.Module) and any(is_injected(module) for module in base.modules())
+    if injected and kind in ARCHITECTURES:
         return ARCHITECTURES[kind].lora_targets, ARCHITECTURES[kind].conv1d
     raise ValueError(
         f"model={type(base).__name__}: has no injected memory and is no TNT model; inject(model, config) it first."
@@ -234,13 +255,49 @@ def _check_overrides(overrides: dict[str, Any]) -> None:
     check("r", isinstance(r, int) and not isinstance(r, bool) and r > 0, "an integer of at least 1")
     check("lora_alpha", isinstance(alpha, (int, float)) and alpha > 0, "a positive number")
     check("lora_dropout", isinstance(dropout, (int, float)) and 0 <= dropout < 1, "a number in [0, 1)")
-    saved = overrides.get("modules_to_save")
-    check("modules_to_save", saved is None or isinstance(saved, (list, tuple)), "a list of module names")
+    for name in ("modules_to_save", "target_parameters"):
+        value = overrides.get(name)
+        check(name, value is None or _are_names(value), "a list of names")
+    targets = overrides.get("target_modules")
+    check("target_modules", isinstance(targets, str) or _are_names(targets), "a list of names, or a pattern")
+    if isinstance(targets, str) and targets != ALL_LINEAR:
+        try:
+            re.compile(targets)
+        except re.error as error:
+            raise ValueError(f"target_modules={targets!r}: is no pattern ({error}).") from error
 
 
-def _only_inside(targets: Any, base: nn.Module) -> list[str]:
-    """The targets that are in the memory and nowhere else, such as the names of its convolutions."""
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set)) and all(isinstance(name, str) for name in value)
+
+
+def _check_saved(saved: list[str], base: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: what is to be saved in full is, for peft, also a part of the memory, which it would put into a
+            copy of its own: peft goes by how names end.
+    """
+    names = [name for name, _ in base.named_modules()]
+    inside = [name for name in names if f".{MEMORY}." in name]
+    for entry in saved:
+        if entry == MEMORY or not (found := next((name for name in inside if name.endswith(entry)), None)):
+            continue
+        reason = f"is also the end of {found!r}, a part of the memory, which is saved in full"
+        others = [name.split(".") for name in names if name.endswith(entry) and name not in inside]
+        for parts in sorted(others, key=lambda parts: parts[-1] != entry):  # what it names, before what ends like it
+            longer = [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
+            if fits := [end for end in longer if not any(name.endswith(end) for name in inside)]:
+                reason += f"; name {fits[0]!r}"
+                break
+        raise ValueError(f"modules_to_save={saved[1:] if saved[0] == MEMORY else saved!r}: {entry!r} {reason}.")
+
+
+def _only_inside(targets: Any, parameters: Any, base: nn.Module) -> list[str]:
+    """The targets that are in the memory and nowhere else, such as the names of its convolutions, and of parameters
+    those that are in it, too, which peft leaves nobody to take out of it."""
     names, inside = [name for name, _ in base.named_modules()], []
+    for target in parameters or ():
+        inside += [target for name, _ in base.named_parameters() if f".{MEMORY}." in name and name.endswith(target)]
     for target in [targets] if isinstance(targets, str) else targets or []:
         pattern = target if isinstance(targets, str) else rf"(.*\.)?{re.escape(target)}"
         places = [name for name in names if re.fullmatch(pattern, name)]

@@ -6,6 +6,8 @@ changes: no class, no weight, no `requires_grad`. Queries and keys reach the mem
 
 import copy
 import inspect
+import sys
+import warnings
 from functools import partial
 
 import torch
@@ -49,6 +51,11 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
     row = architecture_of(model)
     if not isinstance(config, (LiZAConfig, TNTInjectionConfig)):
         raise ValueError(f"config: must be a LiZAConfig or a TNTInjectionConfig, not {type(config).__name__}.")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r}: must be an integer of 0 to {2**63 - 1}.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it says, it has said when the config was made
+        config = type(config).from_dict(config.to_dict())  # the model's own, and checked again
     base = row.base_of(model)
     attentions = row.attention_modules(base)
     if any(map(is_injected, attentions.values())):
@@ -79,6 +86,11 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
     return model
 
 
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model={model!r}: must be a model, not {type(model).__name__}.")
+
+
 def unload(model: PreTrainedModel) -> PreTrainedModel:
     """
     Take the memory out, and LoRA with it: modules, hooks, settings and state-dict keys are those of the source again,
@@ -90,10 +102,15 @@ def unload(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: a model without injected memory, or whose adapters were merged into its weights.
     """
+    _check_module(model)
     if hasattr(model, "peft_config"):
         from .adapters import without_adapters  # needs peft
 
         model = without_adapters(model)
+    elif "peft" in sys.modules:
+        from .adapters import take_out_wrappers
+
+        take_out_wrappers(model)
     attentions = [module for module in model.modules() if is_injected(module)]
     if not attentions:
         raise ValueError(f"model={type(model).__name__}: has no injected memory.")
@@ -117,6 +134,7 @@ def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:
         ValueError: a model without injected memory, a length below 1 token, or one that leaves tokens visible to no
             memory (see [`TNTConfig`]).
     """
+    _check_module(model)
     attentions = [module for module in model.modules() if is_injected(module)]
     if not attentions:
         raise ValueError(f"model={type(model).__name__}: has no injected memory.")

@@ -78,6 +78,12 @@ def enter_model(
     given[CACHE_NAME] = cache
     injected = list(filter(is_injected, row.attention_modules(module).values()))
     if is_disabled(injected[0]):
+        if any(hasattr(x, "base_layer") and getattr(x, "disable_adapters", None) is False for x in module.modules()):
+            raise ValueError(
+                "the memory is switched off, but LoRA is not, as after enable_adapters() of transformers, which leaves"
+                " out what is saved in full: [x.enable_adapters(True) for x in model.modules() if hasattr(x,"
+                " 'modules_to_save')] switches it on."
+            )
         if getattr(cache, "tnt_injection", None) is not None and cache.get_seq_length():
             raise ValueError(f"{CACHE_NAME} was filled with the memory on, which disable_adapter() has switched off.")
         given[ARGUMENT] = MemoryCall(None, None)

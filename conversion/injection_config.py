@@ -12,6 +12,7 @@ from .families import DEFAULTS, memory_fields
 from .linear_attention import FEATURE_MAPS, IMPLEMENTATIONS, RULES
 
 
+SIZED = ("global_chunk_size", "local_reset_interval")  # "auto" follows the window
 UNBOUNDED = ("elu+1", "identity")  # keys may be longer than 1
 CHOICES = {
     "operator": tuple(RULES),
@@ -27,8 +28,9 @@ class _Injection:
     kind: ClassVar[str]
 
     def __post_init__(self):
-        if isinstance(self.layers, (tuple, range)):
-            self.layers = list(self.layers)
+        for name, value in vars(self).items():
+            if isinstance(value, (tuple, range)):
+                setattr(self, name, list(value))  # as JSON gives them back
         layers = self.layers
         if layers is not None and (
             not isinstance(layers, list) or not layers or not all(_is_count(i, 0) for i in layers)
@@ -36,6 +38,7 @@ class _Injection:
             self._fail("layers", "must be None (all) or a list of layer indices, at least one")
         if layers is not None and len(set(layers)) < len(layers):
             self._fail("layers", "names a layer twice")
+        self.layers = layers and sorted(layers)
         if self.max_self_attn_length is not None and not _is_count(self.max_self_attn_length, 1):
             self._fail("max_self_attn_length", "must be None (all) or at least 1 token")
 
@@ -70,6 +73,8 @@ class _Injection:
         Raises:
             ValueError: another kind, an unknown field, or an invalid value.
         """
+        if not isinstance(settings, dict):
+            raise ValueError(f"settings={settings!r}: must be a dict of {cls.__name__}'s fields.")
         settings = dict(settings)
         if (kind := settings.pop("kind", cls.kind)) != cls.kind:
             raise ValueError(f"kind={kind!r}: {cls.__name__} needs {cls.kind!r}.")
@@ -203,7 +208,7 @@ class TNTInjectionConfig(_Injection):
             ValueError: a value or combination that `TNTConfig` refuses, or layers out of range.
         """
         window = self.max_self_attn_length or getattr(host, "sliding_window", None)
-        given = {name: value for name, value in asdict(self).items() if value != "auto"}
+        given = {name: value for name, value in asdict(self).items() if name not in SIZED or value != "auto"}
         del given["layers"], given["max_self_attn_length"]
         if given["memory_gate_init"] is None:
             del given["memory_gate_init"]
@@ -233,10 +238,10 @@ def injection_from_dict(settings: dict[str, Any]) -> LiZAConfig | TNTInjectionCo
     Raises:
         ValueError: no or an unknown `"kind"`, or what the kind's `from_dict` refuses.
     """
-    if not isinstance(settings, dict) or settings.get("kind") not in INJECTIONS:
-        kind = settings.get("kind") if isinstance(settings, dict) else settings
+    kind = settings.get("kind") if isinstance(settings, dict) else settings
+    if not isinstance(settings, dict) or not isinstance(kind, str) or kind not in INJECTIONS:
         raise ValueError(f"kind={kind!r}: must be one of {', '.join(map(repr, INJECTIONS))}.")
-    return INJECTIONS[settings["kind"]].from_dict(settings)
+    return INJECTIONS[kind].from_dict(settings)
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -86,6 +86,19 @@ def load_injected(
             that was given is unchanged then.
         OSError: a file cannot be read.
     """
+    if injection is not None and not isinstance(injection, (LiZAConfig, TNTInjectionConfig)):
+        kind = type(injection).__name__
+        raise ValueError(
+            f"injection: must be a LiZAConfig or a TNTInjectionConfig, not {kind}; see injection_from_dict."
+        )
+    for field, value, kinds in (
+        ("base", base, (nn.Module, str, os.PathLike)),
+        ("adapter", adapter, (str, os.PathLike)),
+    ):
+        if value is not None and not isinstance(value, kinds):
+            raise ValueError(f"{field}={value!r}: must be a folder or Hub id{', or a model' * (field == 'base')}.")
+    if not isinstance(adapter_name, str) or not adapter_name or "." in adapter_name:
+        raise ValueError(f"adapter_name={adapter_name!r}: must be a name without a dot, such as 'default'.")
     if adapter is None:
         if not isinstance(base, (str, os.PathLike)):
             raise ValueError(f"adapter=None: needs a folder or Hub id as base, not {type(base).__name__}.")

@@ -1,0 +1,133 @@
+"""Adapters and injections that would not be what they say: names that reach into the memory, configurations that
+change behind a model's back, wrappers that peft leaves behind. They are refused, copied or taken out."""
+
+import json
+
+import pytest
+import torch
+from tiny import tokens
+from tiny_hosts import tiny_host
+
+from tnt_hf.conversion import (
+    LiZAConfig,
+    TNTInjectionConfig,
+    get_tptt_model,
+    inject,
+    load_injected,
+    lora_config,
+    unload,
+)
+from tnt_hf.conversion.inject import set_max_self_attn_length
+from tnt_hf.conversion.injection_config import injection_from_dict
+
+
+IDS = tokens(2, 9)
+OPEN = LiZAConfig(weight=0.5)
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "other"),
+    [("mixtral", "gate", "mlp.gate"), ("llama", "norm", "model.norm"), ("llama", "q_proj", "self_attn.q_proj")],
+)
+def test_what_is_saved_in_full_is_no_part_of_the_memory(kind, name, other, tmp_path):
+    """peft would train a copy of that part, which nobody asks, and freeze the part."""
+    host = tiny_host(kind)
+    before = host.state_dict().keys()
+    with pytest.raises(ValueError, match=f"modules_to_save=.*{name!r} is also the end of .*memory.* name {other!r}"):
+        get_tptt_model(host, TNTInjectionConfig(), lora={"modules_to_save": [name]})
+    assert host.state_dict().keys() == before
+    model = get_tptt_model(host, TNTInjectionConfig(), lora={"modules_to_save": [other], "lora_dropout": 0.0})
+    assert all(p.requires_grad for n, p in model.named_parameters() if ".memory.modules_to_save." in n)
+    model.save_pretrained(tmp_path)
+    assert logits(load_injected(tiny_host(kind), tmp_path)).equal(logits(model))
+
+
+@pytest.mark.parametrize("name", ["q_proj.weight", "gate.proj.weight"])
+def test_no_parameter_of_the_memory_gets_lora(name):
+    with pytest.raises(ValueError, match=f"target_parameters=.*{name}.* is inside the memory"):
+        get_tptt_model(tiny_host("mixtral"), TNTInjectionConfig(), lora={"target_parameters": [name]})
+    lora = {"target_parameters": ["experts.gate_up_proj"], "lora_dropout": 0.0}
+    get_tptt_model(tiny_host("mixtral"), TNTInjectionConfig(), lora=lora)
+
+
+def test_a_model_has_its_own_configuration():
+    config = LiZAConfig(weight=0.5)
+    model = inject(tiny_host("llama"), config)
+    before = logits(model)
+    config.operator = "linear"
+    assert logits(model).equal(before) and model.config.tnt_injection["operator"] == "delta_rule"
+    config.operator = "strange"
+    with pytest.raises(ValueError, match="LiZAConfig.operator='strange'"):
+        inject(tiny_host("llama"), config)
+
+
+def test_what_a_deleted_adapter_leaves_behind_goes_with_the_memory(tmp_path):
+    """The library's `delete_adapter` leaves its layers around the weights, which would be saved by other names."""
+    host = tiny_host("llama")
+    before, names = logits(host), list(host.state_dict())
+    model = inject(host, OPEN)
+    model.add_adapter(lora_config(model))
+    with pytest.raises(ValueError, match=r"model.delete_adapter\('default'\)"):
+        unload(model)
+    model.delete_adapter("default")
+    source = unload(model)
+    assert logits(source).equal(before) and list(source.state_dict()) == names
+
+
+def test_lora_without_its_memory_is_refused():
+    """The library's `enable_adapters` does not switch on what is saved in full."""
+    model = inject(tiny_host("llama"), OPEN)
+    source = logits(unload(inject(tiny_host("llama"), OPEN)))
+    model.add_adapter(lora_config(model))
+    on = logits(model)
+    model.disable_adapters()
+    assert logits(model).equal(source) and not on.equal(source)
+    model.enable_adapters()
+    with pytest.raises(ValueError, match="memory is switched off, but LoRA is not"):
+        model(IDS)
+    for module in model.modules():
+        if hasattr(module, "modules_to_save"):
+            module.enable_adapters(True)
+    assert logits(model).equal(on)
+
+
+def test_lists_are_what_json_gives_back(tmp_path):
+    config = TNTInjectionConfig(local_chunk_sizes=(2, 4), global_chunk_size=8, layers=range(1, -1, -1))
+    assert config.layers == [0, 1] and config == injection_from_dict(json.loads(json.dumps(config.to_dict())))
+    get_tptt_model(tiny_host("llama"), config).save_pretrained(tmp_path)
+    load_injected(inject(tiny_host("llama"), config), tmp_path)
+    load_injected(tiny_host("llama"), tmp_path, injection=config)
+
+
+WRONG = [
+    (lambda model: inject(model, OPEN, seed="x"), "seed='x'"),
+    (lambda model: inject(model, OPEN, seed=2**70), "seed=1180"),
+    (lambda model: inject(model, TNTInjectionConfig(memory_gate="auto")), "memory_gate='auto'"),
+    (lambda model: inject(model, TNTInjectionConfig(memory_gate_init="auto")), "memory_gate_init='auto'"),
+    (lambda model: injection_from_dict({"kind": ["tnt"]}), r"kind=\['tnt'\]"),
+    (lambda model: LiZAConfig.from_dict(None), "settings=None"),
+    (lambda model: load_injected(model, "adapter", injection={"kind": "tnt"}), "injection: must be"),
+    (lambda model: load_injected(5), "base=5"),
+    (lambda model: load_injected(model, 5), "adapter=5"),
+    (lambda model: load_injected(model, "adapter", adapter_name="a.b"), "adapter_name='a.b'"),
+    (lambda model: unload(None), "model=None"),
+    (lambda model: set_max_self_attn_length("llama", 3), "model='llama'"),
+    (lambda model: lora_config(None), "model=NoneType"),
+    (lambda model: get_tptt_model(model, OPEN, lora={"target_modules": 5}), "target_modules=5"),
+    (lambda model: get_tptt_model(model, OPEN, lora={"target_modules": "("}), r"target_modules='\('"),
+    (lambda model: get_tptt_model(model, OPEN, lora={"modules_to_save": [5]}), r"modules_to_save=\[5\]"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_arguments_are_named_and_change_nothing(wrong, message):
+    model = tiny_host("llama")
+    before, names = logits(model), list(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        wrong(model)
+    assert list(model.state_dict()) == names and logits(model).equal(before)
