@@ -6,6 +6,7 @@ run was, and a checkpoint without it, or with another list, is never resumed fro
 one. Digests are compared before a run goes on, sizes whenever checkpoints are counted.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -49,7 +50,13 @@ FIXED = (
     "fp16",
     "neftune_noise_alpha",
 )
-DIGESTS = {"data.data": "dataset_name: the content of the data", "data.tokenizer": "tokenizer: what it does"}
+DIGESTS = {
+    "data.data": "dataset_name: the content of the data",
+    "data.tokenizer": "tokenizer: what it does",
+    "data.base": "model: the weights of the base, which checkpoints of an adapter do not hold,",
+    "data.teacher": "teacher: its weights, or those of the model it is made of,",
+}
+PIECES, PIECE = 16, 1 << 16  # of a file of weights, in `weights_digest`: bytes
 UNIMPORTANT = ("use_cache", "_name_or_path", "transformers_version", "_attn_implementation", "auto_map")
 
 
@@ -70,6 +77,21 @@ def digests(files: list[Path]) -> list[str]:
     """The SHA-256 of files, several at a time: one core reads slower than a disk."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(sha256, files))
+
+
+def weights_digest(folder: str | os.PathLike) -> str:
+    """What tells the weights in a folder from others: SHA-256 of the sizes of their files and of pieces of each, for
+    to read an 8B's takes half a minute, and training changes them everywhere."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if path.suffix in (".safetensors", ".bin") and path.is_file():
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                for i in range(PIECES):
+                    file.seek(max(size - PIECE, 0) * i // (PIECES - 1))
+                    digest.update(file.read(PIECE))
+    return digest.hexdigest()
 
 
 def fault(folder: Path, intact: bool = False) -> str | None:
@@ -122,15 +144,27 @@ def latest_complete_checkpoint(output_dir: str | os.PathLike, intact: bool = Fal
 
 
 def delete_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, best: str | None = None) -> None:
-    """Delete the oldest complete checkpoints until `limit` are left; the newest and `best` always stay."""
+    """Delete the oldest complete checkpoints until `limit` are left; the newest and `best` always stay, and what is
+    best to one that stays, without which nobody could go on from it."""
     if not limit or limit < 0:
         return
     complete = [path for path in checkpoints(output_dir) if fault(path) is None]
     old = [path for path in complete[:-1] if best is None or path.resolve() != Path(best).resolve()]
-    for path in old[: max(len(complete) - limit, 0)]:
+    old = old[: max(len(complete) - limit, 0)]
+    needed = set() if best is None else {_best_of(path) for path in complete if path not in old}
+    for path in old:
+        if path.name in needed:
+            continue
         # Without its seal first: what a kill leaves of it must not count.
         (path / SEAL).unlink()
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _best_of(checkpoint: Path) -> str:
+    """The name of the checkpoint that was the best so far when this one was saved."""
+    state = checkpoint / "trainer_state.json"
+    step = json.loads(state.read_text(encoding="utf-8")).get("best_global_step") if state.is_file() else None
+    return f"checkpoint-{step}"
 
 
 # ------------------------------------------------------------------------------------------------------- the same run

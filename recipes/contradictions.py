@@ -44,7 +44,7 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
             refuse(name, "has no effect, as a run uploads nothing; use tnt push when it has ended")
     if value("optim_target_modules"):
         refuse("optim_target_modules", "has no effect: which weights have which optimizer is the recipe's")
-    if value("eval_steps") and "eval_strategy" not in given:
+    if value("eval_steps") and value("eval_strategy") != "steps":
         refuse("eval_steps", "has no effect without eval_strategy=steps")
     recomputing = ("activation_checkpointing", "gradient_checkpointing")
     for name in recomputing:

@@ -106,8 +106,10 @@ class ResumableTrainer(Trainer):
             self._restore_progress()
             self._end_again()
         else:
-            if self._resumed is not None and self.is_world_process_zero():
-                print(f"going on from {self._resumed}", flush=True)
+            if self._resumed is not None:
+                self.args.eval_on_start = False  # it was
+                if self.is_world_process_zero():
+                    print(f"going on from {self._resumed}", flush=True)
             self.train(resume_from_checkpoint=None if self._resumed is None else str(self._resumed))
         self.seconds = time.perf_counter() - self._begun
 

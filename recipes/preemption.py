@@ -31,11 +31,11 @@ class CheckpointOnTermination(TrainerCallback):
     """
 
     def __init__(self):
-        self._received, self._agreed, self._before = False, False, None
+        self._received, self.agreed, self._before = False, False, None
         self._training = torch.zeros((), dtype=torch.bool).share_memory_()  # for the processes that load data
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._received, self._agreed = False, False
+        self._received, self.agreed = False, False
         self._training.fill_(True)
         self._before = signal.signal(signal.SIGTERM, self._receive)
 
@@ -58,17 +58,17 @@ class CheckpointOnTermination(TrainerCallback):
             loader.worker_init_fn = partial(_begin_shielded, self._training, first)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._agreed = self._received
+        self.agreed = self._received
         if dist.is_initialized():
             anywhere = torch.tensor(int(self._received), device=args.device)
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-            self._agreed = bool(anywhere)
-        control.should_save |= self._agreed
+            self.agreed = bool(anywhere)
+        control.should_save |= self.agreed
 
     on_evaluate = on_step_end
 
     def on_save(self, args, state, control, **kwargs):
-        if self._agreed:
+        if self.agreed:
             if dist.is_initialized():
                 dist.barrier()  # the first process declares the checkpoint complete; to leave before would end it, too
             raise Terminated

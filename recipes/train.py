@@ -185,7 +185,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
         objective=OBJECTIVES[run.mode],
         teacher=teacher,
         groups=groups,
-        data_state=data.state,
+        data_state=data.state | _rests_on(recipe, teacher is not None),
         memory_logging_steps=run.memory_logging_steps,
         plots=run.plots,
     )
@@ -197,6 +197,18 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
         "data": portable(data.facts),
     }
     return recipe, trainer, facts
+
+
+def _rests_on(recipe: Any, with_teacher: bool) -> dict[str, str]:
+    """What a run goes on with that its checkpoints do not hold, of folders: the base of an adapter, and a teacher."""
+    from tnt_hf.recipes.checkpoints import weights_digest
+
+    model, names = recipe.model, {}
+    if model.trainable == "lora":
+        names["base"] = model.model
+    if with_teacher:
+        names["teacher"] = model.teacher or model.source or model.model
+    return {kind: weights_digest(name) for kind, name in names.items() if name and Path(name).is_dir()}
 
 
 def check_reports(report_to: list[str]) -> None:

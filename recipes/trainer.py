@@ -276,13 +276,15 @@ class RecipeTrainer(ResumableTrainer):
         self._rates = {f"learning_rate/{kind}": float(rate) for kind, rate in groups if kind is not None}
         return self._rates.get("learning_rate/base", super()._get_learning_rate())
 
-    def _maybe_log_save_evaluate(self, tr_loss, grad_norm, model, *args, **kwargs):
-        step, control = self.state.global_step, self.control
+    def _maybe_log_save_evaluate(self, tr_loss, grad_norm, model, *others, **kwargs):
+        step, control, args = self.state.global_step, self.control, self.args
+        # Before the last step of an epoch is saved, and not after it: who goes on from there begins the next epoch
+        ends = args.eval_strategy == "epoch" and self.state.epoch == int(self.state.epoch) >= args.eval_delay
         if step >= self.state.max_steps:
-            control.should_log = True
-            if self.eval_dataset is not None:
-                last = self.state.log_history[-3:]
-                control.should_evaluate = not any("eval_loss" in entry and entry["step"] == step for entry in last)
+            control.should_log = ends = True
+        if ends and self.eval_dataset is not None:
+            last = self.state.log_history[-3:]
+            control.should_evaluate = not any("eval_loss" in entry and entry["step"] == step for entry in last)
         due = self.memory_logging_steps > 0 and step % self.memory_logging_steps == 0 and step > self._probed
         if due or control.should_log or control.should_save:
             self._count_tokens()
@@ -290,7 +292,10 @@ class RecipeTrainer(ResumableTrainer):
             self._probe()
             if self._memory_log and not control.should_log:
                 self.log({})
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *others, **kwargs)
+        if any(isinstance(x, CheckpointOnTermination) and x.agreed for x in self.callback_handler.callbacks):
+            self._save_checkpoint(model, None)  # with save_strategy="best" an evaluation takes the save back
+            self.callback_handler.on_save(args, self.state, control)
 
     def _probe(self) -> None:
         self._probed = self.state.global_step

@@ -57,6 +57,18 @@ def case_they_are_the_torch_form(name):
     assert_close(got, want, name)
 
 
+def case_the_tail_is_of_the_last_document():
+    """However short that is: what comes next must not see the one before."""
+    convs, parts, taps, *_ = make("packed documents", torch.float32)[0]
+    for last in (1, 2, 3, 4):
+        ids = (torch.arange(70) >= 70 - last).long().expand(2, -1)
+        options = {"head_dim": 16, "silu": True, "units": (True, True, True), "dtype": torch.float32}
+        plain, found = (
+            memory_tokens(convs, parts, taps, None, None, ids, operands=x, **options)[1] for x in (None, torch.float32)
+        )
+        assert torch.equal(found, plain) and bool((found[..., : max(taps - last, 0)] == 0).all())
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter is wrong for bfloat16")
 @pytest.mark.parametrize("name", CASES)
 def case_bfloat16(name):

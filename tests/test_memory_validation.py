@@ -24,6 +24,7 @@ from tnt_hf.projection_tnt import project_queries
         ({"omega_window": 2}, "omega_window.*2"),
         ({"implementation": "triton"}, "implementation.*triton"),
         ({"grad_bound": -1.0}, "grad_bound.*-1.0"),
+        ({"grad_bound": 1e-40}, "grad_bound.*at least 1.18e-38, got 1e-40"),
         ({"mask": torch.ones(1, 5, dtype=torch.bool)}, r"mask.*\[1, 12\].*\[1, 5\]"),
         ({"mask": torch.ones(1, 12)}, "mask.*bool.*float32"),
         ({"segment_ids": torch.ones(1, 12)}, "segment_ids.*integers"),

@@ -313,6 +313,24 @@ def test_the_terminal_says_how_many_conversations_are_not_read_whole(folder, cap
     assert "short.jsonl: " in out and out.count(" are left out") == out.count(" are cut") == 1
 
 
+@pytest.mark.parametrize("kind", ["base", "teacher"])
+def test_a_run_goes_on_with_the_weights_that_it_rests_on(teacher, kind):
+    """Checkpoints of an adapter do not hold its base, and none holds a teacher."""
+    shutil.copytree("teacher", f"rests_{kind}", ignore=shutil.ignore_patterns("checkpoint-*"))
+    arguments = f"--mode sft --model rests_{kind} --inject.weight 0.3 --trainable lora --max_steps 1"
+    if kind == "teacher":
+        arguments = f"--mode distill --model teacher --inject.kind tnt --max_steps 1 --teacher rests_{kind}"
+    data = "talk.jsonl" if kind == "base" else "text"
+    saving = COMMON.replace("--save_strategy no", "--save_strategy steps")
+    words = f"--output_dir on_{kind} --dataset_name {data} {saving} {arguments}".split()
+    train(words)
+    train(words)
+    path = f"rests_{kind}/model.safetensors"
+    save_file({name: 1.1 * x for name, x in load_file(path).items()}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="(model|teacher): .*weights.*is not what it was when the run was begun"):
+        train(words)
+
+
 def test_sft_goes_on_from_its_adapter(teacher):
     arguments = "--mode sft --model teacher --inject.weight 0.3 --trainable lora --lora.r 2 --max_steps 1"
     run("adapter", arguments, data="talk.jsonl")

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from peft import get_peft_model
 from safetensors.torch import load_file
 from train_killer import CONFIG, samples, trainer
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from tnt_hf.conversion import LiZACallback, lora_config
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule
@@ -30,6 +31,7 @@ from tnt_hf.recipes.checkpoints import (
     run_state,
 )
 from tnt_hf.recipes.objectives import next_token
+from tnt_hf.termination import Terminated
 
 
 SHORT = {"max_steps": 4, "save_steps": 2, "eval_on_start": False}
@@ -110,6 +112,70 @@ def test_the_best_checkpoint_is_found_where_a_run_was_moved_to(tmp_path, left):
     shutil.rmtree(tmp_path / "b" / "checkpoint-1")
     with pytest.raises(ValueError, match="load_best_model_at_end: .*checkpoint-1"):
         fit(tmp_path / "b", 3 + left)
+
+
+def test_what_is_best_to_the_last_but_one_stays_with_it(tmp_path):
+    """Where the newest is damaged, the run goes on from the one before, and from the best that it knew."""
+    settings = {"save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "save_total_limit": 2, "max_steps": 4}
+    signs = iter([1, 2, 3, 0, 3, 0])  # the loss of each evaluation: the fourth is the best
+
+    def fit():
+        run = trainer(tmp_path, **settings, load_best_model_at_end=True)
+        evaluate = run.evaluate
+
+        def evaluated(*args, **kwargs):
+            found = evaluate(*args, **kwargs)
+            found["eval_loss"] = float(next(signs))
+            return found
+
+        run.evaluate = evaluated
+        return run.fit()
+
+    fit()
+    assert [x.name for x in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+    for name in ("training.json", "model.safetensors", "checkpoint-4/optimizer.pt"):
+        (tmp_path / name).write_bytes(b"damaged")
+    (tmp_path / "training.json").unlink()
+    signs = iter([0])
+    fit()
+    assert fault(tmp_path / "checkpoint-4") is None
+
+
+def test_an_epochs_evaluation_belongs_to_its_last_step(tmp_path):
+    """It is made before that step is saved: who goes on from there has it behind, and what it did to the rates."""
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.9}}
+    settings = {"eval_strategy": "epoch", "save_steps": 5, "max_steps": 13, **plateau}
+
+    def fit(folder):
+        run = trainer(folder, **settings)
+        run.fit()
+        entries = [x for x in run.state.log_history if "eval_loss" in x or "learning_rate" in x]
+        return [(x["step"], x.get("eval_loss"), x.get("learning_rate")) for x in entries]
+
+    whole = fit(tmp_path / "a")
+    assert [step for step, loss, _ in whole if loss is not None] == [5, 10, 13]
+    assert whole[-2][2] < whole[0][2], "the rate fell after 10"
+    (tmp_path / "b").mkdir()
+    shutil.copytree(tmp_path / "a" / "checkpoint-10", tmp_path / "b" / "checkpoint-10")
+    assert fit(tmp_path / "b") == whole
+    first, second = (load_file(tmp_path / x / "model.safetensors") for x in "ab")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_sigterm_saves_at_the_end_of_its_step_whatever_else_is_saved(tmp_path):
+    """With `save_strategy="best"` an evaluation that brings no new best takes a save back."""
+
+    class Terminate(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "enable_jit_checkpoint": True}
+    settings |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # the first stays the best
+    run = trainer(tmp_path, more=[Terminate()], **settings)
+    with pytest.raises(Terminated):
+        run.fit()
+    assert run.state.global_step == 3 and latest_complete_checkpoint(tmp_path).name == "checkpoint-3"
 
 
 def test_a_run_that_is_over_keeps_its_time_and_its_tokens(copy):

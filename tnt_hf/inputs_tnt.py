@@ -14,6 +14,9 @@ from torch import Tensor
 from .features_tnt import feature_width
 
 
+TINY = torch.finfo(torch.float32).tiny
+
+
 def check_tensor(name: str, x: Tensor, shape: tuple, like: Tensor | None = None) -> None:
     """`name` is a floating point tensor of `shape` (`None`: any size) that is not empty, on the device of `like`."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -41,9 +44,9 @@ def check_flag(name: str, value) -> None:
 
 
 def check_bound(name: str, value) -> None:
-    """`value` is a positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive finite number, got {value!r}")
+    """`value` is a positive finite number, also as a normal one of float32."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not TINY <= value < math.inf:
+        raise ValueError(f"{name} must be a positive finite number of at least {TINY:.3g}, got {value!r}")
 
 
 def check_positive(name: str, value, optional: bool = False) -> None:

@@ -182,9 +182,11 @@ class TritonScan(torch.autograd.Function):
     def backward(ctx, d_o, _, d_end, d_x_end):
         plan, shape, (*inputs, kept) = ctx.plan, ctx.shape, ctx.saved_tensors
         q, k, v, theta, c, A, D, s_end, m_end, gain, bias, state, x, target = inputs
-        blank = torch.empty_like if plan.dense or sum(plan.counts) == len(q) else torch.zeros_like
+        every = sum(plan.counts) == len(theta)  # else chunks at a grid's end have no program, whose tokens have slots
+        blank, blank_of_slots = (torch.empty_like if x else torch.zeros_like for x in (plan.dense or every, every))
         coef = Coef(None if c is not None else theta, c, A, D, s_end, m_end)  # theta reaches c through torch
-        d_tokens = [None if y is None else blank(y) for y in (q, k, v, *coef)]
+        d_tokens = [None if y is None else blank(y) for y in (q, k, v)]
+        d_tokens += [None if y is None else blank_of_slots(y) for y in coef]
         d_state = torch.zeros_like(state) if d_end is None else d_end.clone(memory_format=torch.contiguous_format)
         d_x = None if x is None else torch.empty_like(x)
         d_sums = [None if y is None else torch.zeros_like(y) for y in (gain, bias, target)]

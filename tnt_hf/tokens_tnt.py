@@ -50,7 +50,7 @@ def memory_tokens(
         documents = None if segment_ids is None else documents_of(segment_ids)
         weights = [conv.weight for conv in convs] or [None] * len(parts)
         tokens = [_fused(*part, documents, head_dim, *kind, operands) for *part, kind in zip(parts, weights, kinds)]
-        return tokens, _tail(parts, taps) if convs else None
+        return tokens, _tail(parts, taps, documents) if convs else None
     if convs:
         parts, tail = convolve(convs, parts, taps, tail, mask, segment_ids)
     tokens = []
@@ -109,6 +109,8 @@ def _fused(*args) -> Tensor:
     return TritonFeatures.apply(*args)
 
 
-def _tail(parts: tuple[Tensor, ...], taps: int) -> Tensor:
+def _tail(parts: tuple[Tensor, ...], taps: int, documents: Tensor | None) -> Tensor:
     x = torch.cat([part[:, -taps:] for part in parts], -1).transpose(1, 2)
+    if documents is not None:  # what comes next sees the last one alone
+        x = x.masked_fill((documents[:, -taps:] != documents[:, -1:])[:, None], 0.0)
     return F.pad(x, (taps - x.shape[2], 0))
