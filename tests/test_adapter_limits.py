@@ -25,6 +25,16 @@ IDS = tokens(2, 9)
 OPEN = LiZAConfig(weight=0.5)
 
 
+def add_adapter(model) -> None:
+    """LoRA by the library's own method, for which transformers 5.24 wants a peft that this package does not ask for."""
+    try:
+        model.add_adapter(lora_config(model))
+    except ValueError as error:
+        if "PEFT" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
 def logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(IDS).logits
@@ -71,7 +81,7 @@ def test_what_a_deleted_adapter_leaves_behind_goes_with_the_memory(tmp_path):
     host = tiny_host("llama")
     before, names = logits(host), list(host.state_dict())
     model = inject(host, OPEN)
-    model.add_adapter(lora_config(model))
+    add_adapter(model)
     with pytest.raises(ValueError, match=r"model.delete_adapter\('default'\)"):
         unload(model)
     model.delete_adapter("default")
@@ -83,7 +93,7 @@ def test_lora_without_its_memory_is_refused():
     """The library's `enable_adapters` does not switch on what is saved in full."""
     model = inject(tiny_host("llama"), OPEN)
     source = logits(unload(inject(tiny_host("llama"), OPEN)))
-    model.add_adapter(lora_config(model))
+    add_adapter(model)
     on = logits(model)
     model.disable_adapters()
     assert logits(model).equal(source) and not on.equal(source)
