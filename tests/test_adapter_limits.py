@@ -26,7 +26,7 @@ OPEN = LiZAConfig(weight=0.5)
 
 
 def add_adapter(model) -> None:
-    """LoRA by the library's own method, for which transformers 5.24 wants a peft that this package does not ask for."""
+    """LoRA by the library's own method, for which transformers 5.24 wants a newer peft than this package."""
     try:
         model.add_adapter(lora_config(model))
     except ValueError as error:
