@@ -181,13 +181,7 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
 
 
 def take_out_wrappers(model: nn.Module) -> None:
-    """
-    Put what peft's layers are wrapped around back into its places. `model.delete_adapter` leaves them there.
-
-    Raises:
-        ValueError: an adapter is merged into a weight.
-    """
-    _check_not_merged(model)
+    """Put what peft's layers are wrapped around back into its places. `model.delete_adapter` leaves them there."""
     for name, module in reversed(list(model.named_modules())):  # wrappers may hold adapters
         if isinstance(module, BaseTunerLayer):
             model.set_submodule(name, module.get_base_layer())
@@ -195,7 +189,8 @@ def take_out_wrappers(model: nn.Module) -> None:
             model.set_submodule(name, module.original_module)
 
 
-def _check_not_merged(model: nn.Module) -> None:
+def check_not_merged(model: nn.Module) -> None:
+    """Raises ValueError: an adapter is merged into a weight, which is not what it was without."""
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and module.merged:
             raise ValueError(
@@ -222,7 +217,7 @@ def without_adapters(model: PeftModel) -> PreTrainedModel:
             raise ValueError(f"init_lora_weights={start!r} of adapter {name!r}: has changed the model's own weights.")
         if bias != "none":
             raise ValueError(f"bias={bias!r} of adapter {name!r}: has trained the model's own biases.")
-    _check_not_merged(model)
+    check_not_merged(model)
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             module.set_adapter([])  # the original comes back, not the trained copy

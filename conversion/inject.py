@@ -108,8 +108,9 @@ def unload(model: PreTrainedModel) -> PreTrainedModel:
 
         model = without_adapters(model)
     elif "peft" in sys.modules:
-        from .adapters import take_out_wrappers
+        from .adapters import check_not_merged, take_out_wrappers
 
+        check_not_merged(model)
         take_out_wrappers(model)
     attentions = [module for module in model.modules() if is_injected(module)]
     if not attentions:

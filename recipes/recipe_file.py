@@ -14,6 +14,7 @@ import typing
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,7 @@ def flatten(*layers: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+@cache
 def _hints() -> dict[str, Any]:
     """The type of every field of a recipe."""
     from transformers import TrainingArguments

@@ -50,7 +50,7 @@ def bytes_tokenizer(template: str | None):
 
 
 def test_a_word_without_end_is_no_obstacle():
-    """Its cube, which training would take, is hours for a megabyte."""
+    """Training would take the cube of its length."""
     tokenizer = train_tokenizer(["x" * 1_000_000, "a word " * 3, " " * 1_000_000], 300)
     text = "x" * 50 + " a word"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text and len(tokenizer) > 257

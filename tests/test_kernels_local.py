@@ -193,6 +193,22 @@ def case_gradients_without_a_final_state():
     assert_same([x.double() for x in gradients[1]], gradients[0], CLOSE)
 
 
+def case_nothing_uninitialised_leaves_the_backward():
+    """A last shard that is shorter leaves chunks without a program in the grid; new memory holds NaN here."""
+    tensors, weights, gates = make_inputs(T=14, K=16, V=16, hidden=16, momentum=True, decay=True, dtype=torch.float32)
+    inputs = leaves(tensors, weights, gates)
+    for x in inputs:
+        x.requires_grad_()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            o, _ = run(triton, tensors, weights, gates, chunk_size=4, reset_interval=12)[:2]
+            found = torch.autograd.grad(o.sum(), inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x.isfinite().all() for x in found)
+
+
 def case_auto_does_not_choose_the_interpreter():
     cpu, weights = torch.device("cpu"), [torch.ones(1, 16, 16)]
     memory = torch.float32, "current", weights, torch.float32, False
