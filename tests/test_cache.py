@@ -294,7 +294,12 @@ def test_a_mask_that_contradicts_is_refused_at_one_token_too():
     for _ in range(3):
         mask = torch.cat([mask, one], 1)
         filled(model, tokens(2, 1), cache, attention_mask=mask)
+    mask = torch.cat([mask, one, one], 1)
+    filled(model, tokens(2, 2), cache, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"\[14, 14\] of the 14 cached tokens.*has read \[9, 14\]"):
+        filled(model, tokens(2, 1), cache, attention_mask=torch.ones(2, 15, dtype=torch.long))
     cache.reset()
+    mask = mask[:, :12]
     filled(model, tokens(2, 12), cache)
     mask = torch.cat([mask, one], 1)
     with pytest.raises(ValueError, match=r"\[7, 12\] of the 12 cached tokens.*has read \[12, 12\]"):

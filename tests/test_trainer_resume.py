@@ -21,6 +21,8 @@ from tnt_hf.conversion import LiZACallback, lora_config
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule
 from tnt_hf.recipes.checkpoints import (
     FIXED,
+    PIECE,
+    PIECES,
     SEAL,
     _differences,
     callback_settings,
@@ -29,6 +31,7 @@ from tnt_hf.recipes.checkpoints import (
     fault,
     latest_complete_checkpoint,
     run_state,
+    weights_digest,
 )
 from tnt_hf.recipes.objectives import next_token
 from tnt_hf.termination import Terminated
@@ -176,6 +179,17 @@ def test_sigterm_saves_at_the_end_of_its_step_whatever_else_is_saved(tmp_path):
     with pytest.raises(Terminated):
         run.fit()
     assert run.state.global_step == 3 and latest_complete_checkpoint(tmp_path).name == "checkpoint-3"
+
+
+@pytest.mark.parametrize("size", [10, 3 * PIECES * PIECE])
+def test_weights_are_told_apart_from_their_first_to_their_last_byte(tmp_path, size):
+    path, seen = tmp_path / "model.safetensors", set()
+    for content in (bytes(size), b"1" + bytes(size - 1), bytes(size - 1) + b"1", bytes(size + 1)):
+        path.write_bytes(content)
+        seen.add(weights_digest(tmp_path))
+    path.rename(tmp_path / "other.safetensors")
+    seen.add(weights_digest(tmp_path))
+    assert len(seen) == 5
 
 
 def test_a_run_that_is_over_keeps_its_time_and_its_tokens(copy):
