@@ -121,10 +121,13 @@ ARCHITECTURES = {
     "apertus": Architecture("ApertusAttention"),
     "arcee": Architecture("ArceeAttention"),
     "aria_text": Architecture("AriaTextAttention"),
+    "beam": Architecture("BeamAttention"),
+    "biogpt": Architecture("BioGptAttention", projections=OUT_PROJ, separates_documents=False),
     "bitnet": Architecture("BitNetAttention"),
     "cohere": Architecture("CohereAttention"),
     "cohere2": Architecture("Cohere2Attention"),
     "cohere2_moe": Architecture("Cohere2MoeAttention"),
+    "cohere_compass_text": Architecture("CohereCompassAttention"),
     "cwm": Architecture("CwmAttention"),
     "dots1": Architecture("Dots1Attention"),
     "ernie4_5": Architecture("Ernie4_5Attention"),
@@ -132,14 +135,19 @@ ARCHITECTURES = {
     "exaone4": Architecture("Exaone4Attention"),
     "exaone_moe": Architecture("ExaoneMoeAttention"),
     "flex_olmo": Architecture("FlexOlmoAttention"),
+    "flint": Architecture("FlintAttention"),
     "gemma": Architecture("GemmaAttention"),
     "gemma2": Architecture("Gemma2Attention"),
     "gemma3_text": Architecture("Gemma3Attention"),
     "gemma4_text": Architecture("Gemma4TextAttention"),
+    "gemma4_unified_text": Architecture("Gemma4UnifiedTextAttention"),
     "glm": Architecture("GlmAttention"),
     "glm4": Architecture("Glm4Attention"),
     "glm4_moe": Architecture("Glm4MoeAttention"),
     "gpt2": Architecture("GPT2Attention", "h", "attn", projections=("c_attn", "c_proj"), fused="blocks", conv1d=True),
+    "gpt_bigcode": Architecture(
+        "GPTBigCodeAttention", "h", "attn", cache="layer_past", projections=("c_attn", "c_proj"), fused="blocks"
+    ),
     "gpt_neox": Architecture(
         "GPTNeoXAttention",
         attention="attention",
@@ -149,7 +157,9 @@ ARCHITECTURES = {
     ),
     "gpt_oss": Architecture("GptOssAttention", separates_documents=False),
     "granite": Architecture("GraniteAttention"),
+    "granite_swa": Architecture("GraniteSWAAttention"),
     "granitemoe": Architecture("GraniteMoeAttention"),
+    "granitemoe_swa": Architecture("GraniteMoeSWAAttention"),
     "granitemoehybrid": Architecture("GraniteMoeHybridAttention", separates_documents=False),
     "granitemoeshared": Architecture("GraniteMoeSharedAttention"),
     "helium": Architecture("HeliumAttention"),
@@ -158,9 +168,13 @@ ARCHITECTURES = {
     "hy_v3": Architecture("HYV3Attention"),
     "hyperclovax": Architecture("HyperCLOVAXAttention"),
     "jais2": Architecture("Jais2Attention"),
+    "kolibri1": Architecture("Kolibri1Attention"),
+    "laguna": Architecture("LagunaAttention"),
     "lfm2": Architecture("Lfm2Attention", projections=OUT_PROJ, separates_documents=False),
     "lfm2_moe": Architecture("Lfm2MoeAttention", projections=OUT_PROJ, separates_documents=False),
+    "lfm3": Architecture("Lfm3Attention", separates_documents=False),
     "llama": Architecture("LlamaAttention"),
+    "mellum": Architecture("MellumAttention"),
     "minimax_m2": Architecture("MiniMaxM2Attention"),
     "ministral": Architecture("MinistralAttention"),
     "ministral3": Architecture("Ministral3Attention"),
@@ -170,8 +184,8 @@ ARCHITECTURES = {
     "olmo": Architecture("OlmoAttention"),
     "olmo2": Architecture("Olmo2Attention"),
     "olmo3": Architecture("Olmo3Attention"),
-    "olmoe": Architecture("OlmoeAttention"),
     "olmo_hybrid": Architecture("OlmoHybridAttention", separates_documents=False),
+    "olmoe": Architecture("OlmoeAttention"),
     "opt": Architecture("OPTAttention", projections=OUT_PROJ, base="decoder", separates_documents=False),
     "persimmon": Architecture("PersimmonAttention", projections=("query_key_value", "dense"), fused="per_head"),
     "phi": Architecture("PhiAttention", projections=("q_proj", "k_proj", "v_proj", "dense")),
@@ -218,7 +232,8 @@ class Heads:
     def of(cls, config, layer: int) -> "Heads":
         """From a model's config, whose layers may differ."""
         config = config.per_layer_config[layer]
-        query = config.num_attention_heads
+        per_layer = getattr(config, "num_attention_heads_per_layer", None)
+        query = per_layer[layer] if per_layer else config.num_attention_heads
         key_value = getattr(config, "num_key_value_heads", None) or query
         width = getattr(config, "head_dim", None) or config.hidden_size // query
         return cls(config.hidden_size, query, key_value, width)
@@ -279,6 +294,8 @@ def _own_code(model: PreTrainedModel, row: Architecture) -> str | None:
         return "its attention is bidirectional, and memory is causal"
     if getattr(config, "add_cross_attention", False):
         return "add_cross_attention=True: memory needs a model without cross-attention"
+    if getattr(config, "multi_query", True) is False:
+        return "multi_query=False: its fused weight has another order of heads, which has not been checked"
     if getattr(config, "reorder_and_upcast_attn", False) and config._attn_implementation == "eager":
         return "reorder_and_upcast_attn=True bypasses the attention interface; use attn_implementation='sdpa'"
     return None

@@ -519,6 +519,7 @@ BAD = [
     ),
     (lambda: inject(tiny_host("lfm2", layer_types=["conv", "conv"]), OPEN_LIZA), "none of its layers has attention"),
     (lambda: inject(tiny_host("gpt2", add_cross_attention=True), OPEN_LIZA), "add_cross_attention"),
+    (lambda: inject(tiny_host("gpt_bigcode", multi_query=False), OPEN_LIZA), "multi_query=False"),
     (lambda: inject(tiny_host("gemma3_text", use_bidirectional_attention=True), OPEN_LIZA), "bidirectional"),
     (lambda: inject(tiny_host("llama", attn="flex_attention"), OPEN_LIZA), "attn_implementation='flex_attention'"),
     (lambda: unload(tiny_host("llama")), "no injected memory"),

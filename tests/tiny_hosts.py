@@ -45,8 +45,9 @@ HOSTS = {
     "gemma2": {**WINDOWS, "head_dim": 12, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0},
     "gpt_oss": {**WINDOWS, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-EAGER_ONLY = ("gemma2", "gpt_oss", "vaultgemma")  # soft caps and sinks
+EAGER_ONLY = ("flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")  # soft caps and sinks
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}
 GROUPS = {"n_group": 1, "topk_group": 1}
 SHARED = {**MOE, **GROUPS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 HYBRID = {
@@ -118,6 +119,30 @@ LIKE_OTHERS = {
     "solar_open": {**MOE, "n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 12},
     "starcoder2": {"sliding_window": 5},
     "vaultgemma": {**WINDOWS, "head_dim": 12, "query_pre_attn_scalar": 20},
+    "beam": {**MOE, **WINDOWS, "head_dim": 12},
+    "biogpt": {},
+    "cohere_compass_text": {**WINDOWS, "logit_scale": 1.0, "rope_parameters": ROPES},
+    "flint": {**MOE, **WINDOWS, "head_dim": 12, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
+    "gemma4_unified_text": {
+        **WINDOWS,
+        "head_dim": 12,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+    },
+    "gpt_bigcode": {},
+    "granite_swa": {**WINDOWS, "attention_multiplier": 0.2},
+    "granitemoe_swa": {**WINDOWS, **LOCAL, "attention_multiplier": 0.2, "shared_intermediate_size": 20},
+    "kolibri1": {**MOE, **WINDOWS, **LOCAL, "head_dim": 12, "shared_expert_intermediate_size": 24},
+    "laguna": {
+        **MOE,
+        **WINDOWS,
+        "head_dim": 12,
+        "shared_expert_intermediate_size": 24,
+        "num_attention_heads_per_layer": [4, 2],
+    },
+    "lfm3": {"layer_types": ["conv", "full_attention"], "head_dim": 12},
+    "mellum": {**MOE, **WINDOWS, **LOCAL, "head_dim": 12},
 }
 QUICK = ("mixtral", "qwen3_next")  # of them: the others' tests are slow ones
 HOST_NAMES = [*HOSTS, *(pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in LIKE_OTHERS)]
@@ -159,7 +184,7 @@ def attentions(kind: str) -> tuple[str, ...]:
 def tiny_host(kind: str, dtype: torch.dtype = torch.float32, attn: str | None = None, **changes):
     """A model of type `kind` in eval mode, the same one for the same arguments; weights of std 0.15, no zero bias."""
     fields = {**SIZES, **HOSTS[kind], **changes}
-    if kind in ("gpt2", "gpt_neox", "opt", "persimmon"):
+    if kind in ("biogpt", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "persimmon"):
         del fields["num_key_value_heads"]  # know no grouped heads
     config = AutoConfig.for_model(kind, **fields)
     config._experts_implementation = "eager"  # the fused ones refuse float64
