@@ -105,7 +105,7 @@ def chunk(name: str, expansion=1, depth=2, momentum=False, forgetting=False, nor
         f"global write, {name}": row(write_sums, 8, BR=WRITE_ROWS[large], **net),
         f"global write backward, {name}": row(write_reverse, 8, BR=back, **net),
         f"global state, {name}": row(advance, 4, KEPT=momentum, **state),
-        f"global state backward, {name}": row(retreat, 4, **state),
+        f"global state backward, {name}": row(retreat, 4, SAME=True, **state),
     }
 
 

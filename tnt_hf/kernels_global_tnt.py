@@ -298,7 +298,7 @@ class _Chunks:
         retreat[(n, self.blocks)](
             d.W, d_S, d_start, d.W if d.target is None else d.target, before, starts if momenta is None else momenta,
             self.target, reads, shares if written else reads, *self._gates(), *parts, first, written, reads.shape[1],
-            shape.splits, GROUP=_group(max(reads.shape[1], shape.splits)), **self.state,
+            shape.splits, GROUP=_group(max(reads.shape[1], shape.splits)), SAME=d_start is d.W, **self.state,
         )  # fmt: skip
         return norm
 

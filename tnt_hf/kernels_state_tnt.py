@@ -58,10 +58,10 @@ def advance(
 def retreat(
     d_w, d_s, d_start, d_target, w, s, target, reads, writes, A, D, m, d_A, d_D, d_m, first, written, read_splits,
     write_splits, FLOATS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FORGET: tl.constexpr,
-    MOMENTUM: tl.constexpr,
+    MOMENTUM: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
     """The gradients d_w, d_s of the state before a chunk from those behind it, in place: through the update (the first
-    `written` programs'), and the shares of its reads `[N, splits, FLOATS]` and writes in d_start, which may be d_w.
+    `written` programs'), and the shares of its reads `[N, splits, FLOATS]` and writes in d_start, if SAME that is d_w.
     w begins with the chunk's, s `[N, FLOATS]` is all chunks'; d_A, d_D and d_m `[N, blocks]` are what each block of
     the weights adds to theirs. Adds to d_target."""
     p, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -81,8 +81,11 @@ def retreat(
             tl.store(d_target + here, tl.load(d_target + here) + (1 - keep) * dw)
         tl.store(d_A + part, tl.sum(dw * moved, 0))
         dw *= keep
-        tl.store(d_w + here, dw)
     pull = shares_of(reads, chunk, at, read_splits, FLOATS, GROUP)
     if p < written:
         pull += shares_of(writes, p, at, write_splits, FLOATS, GROUP)
-    tl.store(d_start + here, tl.load(d_start + here) + pull)
+    if SAME:
+        dw += pull
+    else:
+        tl.store(d_start + here, tl.load(d_start + here) + pull)
+    tl.store(d_w + here, dw)
