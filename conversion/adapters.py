@@ -10,6 +10,7 @@ An adapter is LoRA and memory together: `with model.disable_adapter()` is the mo
 """
 
 import copy
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -248,7 +249,8 @@ def _check_overrides(overrides: dict[str, Any]) -> None:
 
     r, alpha, dropout = (overrides.get(name, 0.5) for name in ("r", "lora_alpha", "lora_dropout"))
     check("r", isinstance(r, int) and not isinstance(r, bool) and r > 0, "an integer of at least 1")
-    check("lora_alpha", isinstance(alpha, (int, float)) and alpha > 0, "a positive number")
+    number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    check("lora_alpha", number and 0 < alpha < math.inf, "a positive, finite number")
     check("lora_dropout", isinstance(dropout, (int, float)) and 0 <= dropout < 1, "a number in [0, 1)")
     for name in ("modules_to_save", "target_parameters"):
         value = overrides.get(name)

@@ -15,9 +15,9 @@ from tnt_hf.termination import orderly_termination
 EPILOG = """\
 Any field of the memory can follow as FIELD=VALUE, with the value in YAML: memory_depth=2 local_chunk_sizes=[8,16].
 A YAML file of --config holds the same fields and the long options by their names (window: 512, keep_full_attention:
-"auto:2"); the command line wins. Shards of the same dtype are hard links where the file system can: no time, no space.
-What is written anew is read back for its SHA-256 and searched for nan and infinity; shards that are linked or copied
-are read up to 1 GiB in all or with --check, or later by `tnt verify`.
+"auto:2", link: copy), but for --quiet; the command line wins. Shards of the same dtype are hard links where the file
+system can: no time, no space. What is written anew is read back for its SHA-256 and searched for nan and infinity;
+shards that are linked or copied are read up to 1 GiB in all or with --check, or later by `tnt verify`.
 """
 # Options a file may set, besides fields of the memory.
 OPTIONS = (
@@ -108,11 +108,15 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
     for name in ("keep_full_attention", "memory_layers"):
         if isinstance(value := settings.get(name), str) and not value.startswith("auto"):
             settings[name] = parse_layers(value, name)
+    given = {name for name in OPTIONS if getattr(options, name) is not None}
     for text in options.fields:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"{text!r} must have the form FIELD=VALUE")
         check_name(name, text)
+        if name in given:
+            raise ValueError(f"{text!r}: {name} is given twice")
+        given.add(name)
         settings[name] = parse_value(value)
     return settings
 

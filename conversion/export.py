@@ -56,8 +56,8 @@ def export_injected(
     """
     Write a model that [`inject`] gave TNT's memory, trained or not, as a [`TNTForCausalLM`] repository with its code.
 
-    The tensors are the same ones. The logits are equal, bit for bit, where the same attention kernel runs; with
-    windows they differ in rounding, because the two mask attention in different ways.
+    The tensors are the same ones. The logits are equal, bit for bit, where the same attention kernel runs, in float64
+    up to rounding of float32; with windows they differ in rounding, because the two mask attention in different ways.
 
     Args:
         model: with [`TNTInjectionConfig`] and own projections, of a family in [`FAMILIES`]. It is not changed.

@@ -61,11 +61,25 @@ def flush(path: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """[`write_text`] of a JSON."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """
+    Write a file that is there as a whole or not at all, in place of an older one.
+
+    Raises:
+        OSError: it cannot be written; an older one is as it was.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    flush(partial)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        flush(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
     flush(path.parent)
 
 

@@ -141,6 +141,8 @@ def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:
         raise ValueError(f"model={type(model).__name__}: has no injected memory.")
     host, memory = attentions[0].config, attentions[0].memory
     settings = {**host.tnt_injection, "max_self_attn_length": length}
+    if length == "auto":
+        raise ValueError("max_self_attn_length='auto': must be an integer of at least 1 token, or None")
     # Sizes that followed the window stay as they are, also when the model is loaded again.
     settings |= {name: getattr(memory.config, name) for name, value in settings.items() if value == "auto"}
     config = injection_from_dict(settings)

@@ -151,11 +151,13 @@ def documents(
     Raises:
         ValueError: packed documents between which attention itself would look.
     """
-    positions, mixed = given.get("position_ids"), None
-    if positions is not None and positions.ndim == 3:  # multimodal RoPE's, of which the first count tokens
-        positions = positions[0]
+    positions, mixed, named = given.get("position_ids"), None, True
+    if positions is not None and positions.ndim == 3:  # multimodal RoPE's, of which the first of four count tokens
+        positions, named = positions[0], len(positions) == 4
     if not row.separates_documents:
         mixed = f"a model with {row.attention_class} looks across documents; pass one document per row."
+    elif not named:
+        mixed = "three rows of positions name no documents to attention; put a fourth before them, the text's."
     elif mask is not None or cache is not None or given.get("use_cache"):
         other = "a cache (use_cache=True)" if mask is None else "an attention_mask"
         mixed = f"together with {other} attention would look across documents; pass position_ids alone."

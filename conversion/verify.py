@@ -9,7 +9,6 @@ any result usable (no look into the future, decoding equal to the forward pass, 
 promised always, and checked with the memory as it is and with its gates opened at random, so that it cannot hide.
 """
 
-import json
 import math
 import os
 import platform
@@ -26,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
 from tnt_hf import TNTConfig, TNTForCausalLM, __version__
+from tnt_hf.conversion.files import write_json
 from tnt_hf.costs_tnt import BYTES, key_value_bytes, memory_state_bytes
 
 from .ablations import ablations, opened, without_memory
@@ -148,7 +148,7 @@ def verify_conversion(
     }
     found = json_ready(found)
     if report is not None:
-        Path(report).write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(Path(report), found)
     return found
 
 

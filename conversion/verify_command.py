@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: wrong input, exit status 2 of the command line.
     """
+    from .files import write_text
     from .manifest import add_digests
     from .verify import verify_conversion
     from .verify_files import unlisted
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     )
     print(as_text(report))
     if options.markdown is not None:
-        Path(options.markdown).write_text(as_markdown(report), encoding="utf-8")
+        write_text(Path(options.markdown), as_markdown(report))
     if options.record_digests and report["passed"] and not unlisted(Path(options.output)):
         for name in add_digests(options.output):
             print(f"digest recorded: {name}")

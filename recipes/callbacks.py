@@ -163,7 +163,9 @@ class ChunkSizeSchedule(TrainerCallback):
     def check(self, model: nn.Module) -> None:
         """Try all sizes. Raises ValueError for a model without local memories, or one that refuses some."""
         inner = host_of(model)
-        if not hasattr(inner, "set_local_chunk_sizes") or not inner.config.local_chunk_sizes:
+        if not hasattr(inner, "set_local_chunk_sizes") or not (
+            inner.config.local_chunk_sizes and inner.config.memory_layer_indices
+        ):
             raise ValueError(f"chunk_size_schedule: {type(inner).__name__} has no local memories")
         own = list(inner.config.local_chunk_sizes)
         for step, sizes in self.schedule.items():

@@ -12,6 +12,7 @@ import shlex
 import sys
 from contextlib import nullcontext
 from dataclasses import MISSING, fields
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tnt_hf.recipes.run_folder import check_output, check_unused, claim_output, 
 from tnt_hf.termination import Terminated
 
 
+NEEDED = ("accelerate", "datasets", "matplotlib", "peft", "pyarrow", "tqdm")
 # The fields of TrainingArguments that recipes use most, with the default of a recipe; a test compares them.
 TRAINER_HELP = {
     "output_dir": ("runs/<folder>/<file>", "everything the run writes; the same command goes on where it stopped"),
@@ -89,6 +91,8 @@ def train(arguments: list[str]) -> dict[str, float]:
         FloatingPointError: a loss or a gradient was no finite number.
         KeyboardInterrupt: the user stopped it, or SIGTERM did ([`Terminated`]); says where, and where it would go on.
     """
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise ValueError(f"needs {', '.join(missing)}: pip install 'tnt-hf[train]'")
     recipe, trainer, facts = prepare(arguments)
     output, first = Path(trainer.args.output_dir), trainer.is_world_process_zero()
     with sole_run(output) if first else nullcontext():

@@ -132,6 +132,7 @@ def test_further_modules_are_saved_beside_the_memory():
         ({"r": 0}, "r=0: must be"),
         ({"lora_dropout": 1.0}, "lora_dropout=1.0: must be"),
         ({"lora_alpha": -1}, "lora_alpha=-1: must be"),
+        ({"lora_alpha": float("inf")}, "lora_alpha=inf: must be"),
         ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head': must be a list"),
         ({"tnt_injection": {}}, "tnt_injection={}: is no field"),
     ],
@@ -215,6 +216,8 @@ def test_a_window_changed_in_training_is_saved(tmp_path):
     again.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load_injected(tiny_host("llama"), tmp_path / "again")), logits(again))
     assert not torch.equal(logits(again), logits(model))
+    with pytest.raises(ValueError, match="max_self_attn_length='auto'"):
+        set_max_self_attn_length(again, "auto")
 
 
 def test_two_adapters_and_none(adapter, tmp_path):

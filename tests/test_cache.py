@@ -565,3 +565,14 @@ def test_masks_and_caches_have_the_shape_of_the_call():
         cache = model(ids).past_key_values
         with pytest.raises(ValueError, match=f"{CACHE_NAME} holds 2 rows, and 1 are given"):
             model(ids[:1, :2], past_key_values=cache)
+
+
+@pytest.mark.parametrize("window", [1, 4, None])
+def test_attention_alone_with_the_librarys_bare_cache_and_in_one_graph(window):
+    model, ids = tiny_model(memory_layers=[], sliding_window=window), tokens(2, 12)
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False, use_cache=False)
+    found = model.generate(ids, max_new_tokens=5, do_sample=False, past_key_values=DynamicCache())
+    assert torch.equal(found, expected)
+    torch._dynamo.reset()
+    whole = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(whole(ids).logits, model(ids).logits, atol=1e-12, rtol=0)

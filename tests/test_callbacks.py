@@ -430,3 +430,10 @@ def test_more_sigterms_change_nothing_until_the_training_has_ended():
     finally:
         callback.restore()
         signal.signal(signal.SIGTERM, before)
+
+
+def test_sizes_need_memories():
+    model = tiny_model(memory_layers=[])
+    for change in (lambda: model.set_local_chunk_sizes([1]), lambda: ChunkSizeSchedule({0: [1]}).check(model)):
+        with pytest.raises(ValueError, match="ha[sve]+ no local memories"):
+            change()

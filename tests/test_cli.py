@@ -129,6 +129,9 @@ def test_info_reads_fields_that_are_saved_where_they_were_set(config_file, tmp_p
     model.save_pretrained(tmp_path)
     assert {"window_narrowed", "output_surprise"} <= json.loads((tmp_path / "config.json").read_text()).keys()
     assert info(capsys, str(tmp_path)) == info(capsys, config_file, "sliding_window=8")
+    model.config.classifier_dropout = 0.2
+    model.save_pretrained(tmp_path)
+    assert info(capsys, str(tmp_path)) == info(capsys, config_file, "sliding_window=8")
 
 
 def test_info_reads_recipes_of_new_models(tmp_path, capsys):
@@ -405,6 +408,17 @@ def test_nobody_has_to_read_the_output():
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("redirected", [">&-", ">&- 2>&-", "| cat"])
+def test_output_may_be_closed_or_of_another_alphabet(redirected, tmp_path):
+    """What was done is done: as of a daemon, or of a terminal that has no such letter."""
+    TNTConfig(**FIELDS).save_pretrained(tmp_path / "zé")
+    command = f"set -o pipefail; {sys.executable} -m tnt_hf.cli info 'zé' --json {redirected}"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert redirected != "| cat" or json.loads(done.stdout)
 
 
 def test_a_mistake_about_a_file_names_it_and_no_number(tmp_path, capsys):

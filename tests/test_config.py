@@ -43,6 +43,13 @@ def test_overrides_on_loading_are_resolved_and_validated(tmp_path):
     tiny_config().save_pretrained(tmp_path)
     config = TNTConfig.from_pretrained(tmp_path, memory_layers=[0], local_chunk_sizes=4, sliding_window=8)
     assert config.layer_types == ["hybrid_sliding", "sliding_attention"] and config.local_chunk_sizes == [4]
+    assert TNTConfig.from_pretrained(tmp_path, memory_gate="mix").memory_gate_init == 0.5
+    assert TNTConfig.from_pretrained(tmp_path, memory_gate="product").memory_gate_init is None
+    assert TNTConfig.from_pretrained(tmp_path, memory_depth=1).memory_max_lr == 0.5
+    assert TNTConfig.from_pretrained(tmp_path, memory_depth=1, memory_max_lr=0.2).memory_max_lr == 0.2
+    assert TNTConfig.from_pretrained(tmp_path, memory_projections="shared").memory_conv_kernel == 0
+    tiny_config(memory_max_lr=0.3).save_pretrained(tmp_path / "own")
+    assert TNTConfig.from_pretrained(tmp_path / "own", memory_depth=1).memory_max_lr == 0.3  # was no default
     with pytest.raises(ValueError, match=r"local_chunk_sizes=\[3\]"):
         TNTConfig.from_pretrained(tmp_path, local_chunk_sizes=[3])
     with pytest.raises(ValueError, match="memory_gate='loud'"):

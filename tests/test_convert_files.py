@@ -406,6 +406,8 @@ def test_the_command_line(tmp_path, source, monkeypatch, capsys):
         (["source", "result", "hidden_size=64"], "hidden_size=64: is taken from the source"),
         (["source", "result", "memory_depht=2"], "memory_depht"),
         (["source", "result", "memory_depth"], "FIELD=VALUE"),
+        (["source", "result", "--window", "16", "window=8"], "window is given twice"),
+        (["source", "result", "memory_depth=2", "memory_depth=1"], "memory_depth is given twice"),
         (["source", "result", "say=1"], "cannot be set"),
         (["source", "result", "--dtype", "int8"], "int8"),
         (["source", "result", "--max-shard-size", "big"], "max_shard_size='big'"),

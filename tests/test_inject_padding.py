@@ -91,6 +91,15 @@ def test_positions_of_multimodal_rope_are_counted_by_their_first():
         model(ids[:1, :4], position_ids=torch.tensor([0, 1, 0, 1]).expand(4, 1, -1))
 
 
+def test_documents_need_the_row_of_positions_that_attention_reads():
+    model, packed = inject(exact_host("cohere_compass_text"), OPEN_LIZA), torch.tensor([[0, 1, 2, 0, 1]])
+    ids, other = tokens(1, 5), torch.cat([tokens(1, 3, seed=2), tokens(1, 5)[:, 3:]], 1)
+    found = [logits(model, x, position_ids=packed.expand(4, 1, -1))[:, 3:] for x in (ids, other)]
+    assert torch.equal(*found)
+    with pytest.raises(ValueError, match="three rows of positions"):
+        model(ids, position_ids=packed.expand(3, 1, -1))
+
+
 COMPILED = [
     pytest.param(MODES["liza"], True, id="compiled liza"),
     pytest.param(MODES["tnt shared"], True, id="compiled tnt shared", marks=pytest.mark.slow),

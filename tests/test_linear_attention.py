@@ -357,6 +357,7 @@ def test_feature_maps(name, published):
         ("gated_delta_rule", {"decay": torch.full((1, 12, 2), 1.5)}, "decay=1.5"),
         ("gated_delta_rule", {"decay": torch.full((1, 12, 2), math.nan)}, "decay=nan"),
         ("linear", {"decay": -torch.ones(1, 12, 2)}, "decay=-1.0"),
+        ("delta_rule", {"decay": 0.9}, "decay=0.9"),
         ("delta_product", {"k": torch.ones(1, 12, 2, 4)}, r"k=\[1, 12, 2, 4\].*\[1, 12, '\*', '\*', 4\]"),
         ("delta_product", {"beta": torch.ones(1, 12, 2)}, r"beta=\[1, 12, 2\].*\[1, 12, 2, 2\]"),
         ("delta_rule", {"mask": torch.ones(1, 12)}, "mask=torch.float32.*bool"),

@@ -339,6 +339,36 @@ def test_it_is_compiled_once_and_again_where_the_file_is_broken(tmp_path, hasty)
     assert "compiled again" in told and "same True None" in told and "compiling" not in elsewhere(tmp_path)
 
 
+MAPPED = """
+import ctypes, mmap, os, shutil
+folder = os.fsencode(sys.executable and FOLDER) + b"/a \\xe9 b"
+os.mkdir(folder)
+data = open(folder + b"/data", "w+b")
+data.write(b"0")
+data.flush()
+kept = mmap.mmap(data.fileno(), 1)
+with open("/proc/self/maps", errors="surrogateescape") as lines:
+    paths = {line.rstrip("\\n").split(maxsplit=5)[-1] for line in lines}
+for path in [x for x in paths if os.path.basename(x).startswith(("libgomp", "libiomp5"))]:
+    os.mkdir(FOLDER + "/with a space")
+    ctypes.CDLL(shutil.copy(path, FOLDER + "/with a space"))
+"""
+
+
+@needs_native
+def test_what_the_process_has_loaded_may_have_any_name(tmp_path, hasty):
+    """As of an environment whose path has a space, and of a data set in a folder whose name is not UTF-8."""
+    assert "same True None" in elsewhere(tmp_path, MAPPED.replace("FOLDER", repr(str(tmp_path))))
+
+
+@needs_native
+def test_another_default_device_is_not_the_memorys():
+    model, ids = tiny_model(memory_implementation="native"), tokens(1, 21)
+    expected = model(ids, use_cache=False).logits
+    with torch.device("meta"):
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
 @needs_native
 @pytest.mark.slow
 def test_processes_may_compile_at_once(tmp_path, hasty):

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from tnt_hf import TNTConfig
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes import recipe_file
+from tnt_hf.recipes import train as train_command
 from tnt_hf.recipes.arguments import MODES, NEW_MODELS, DataArguments, ModelArguments, RunArguments
 from tnt_hf.recipes.recipe_file import TRAINER_DEFAULTS, find_recipe, packaged_recipes, read_recipe
 from tnt_hf.recipes.train import TRAINER_HELP, by_dataclass, help_text, main, marked, prepare
@@ -394,3 +395,9 @@ def test_the_package_is_registered_unless_a_command_starts_it():
     words = ["-c", "import sys, tnt_hf; print('torch' in sys.modules)", "-m", "tnt_hf.recipes.train"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_what_is_not_installed_is_named_before_anything_is_done(monkeypatch, capsys):
+    monkeypatch.setattr(train_command, "find_spec", lambda name: None if name in ("peft", "datasets") else name)
+    assert train_command.main(["--config", "tnt_debug/stage1"]) == 2
+    assert capsys.readouterr().err == "tnt train: needs datasets, peft: pip install 'tnt-hf[train]'\n"

@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from checkpoints import save_source
 
 from tnt_hf import TNTForCausalLM
 from tnt_hf.conversion import convert_checkpoint, verify, verify_command, verify_conversion
+from tnt_hf.conversion.files import write_text
 from tnt_hf.conversion.verify_measures import addresses, move_to
 
 
@@ -213,3 +215,18 @@ def test_a_report_is_written_into_nothing_that_is_verified(folders, converted, t
         verify_conversion(source, converted, report=converted / "report.json", progress=False)
     assert {path.name: path.read_bytes() for path in converted.iterdir() if path.is_file()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["converted"]
+
+
+def test_a_report_that_cannot_be_written_leaves_the_older_one(tmp_path):
+    report = tmp_path / "report.json"
+    write_text(report, "older\n")
+    code = f"""
+import resource
+from pathlib import Path
+from tnt_hf.conversion.files import write_text
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+write_text(Path({str(report)!r}), "newer" * 100)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"File too large: '{report}'" in done.stderr
+    assert report.read_text() == "older\n" and list(tmp_path.iterdir()) == [report]

@@ -349,8 +349,14 @@ def _require_boundary(time: Tensor, old: TNTConfig, new: TNTConfig) -> None:
 
 
 def _fingerprint(config: TNTConfig) -> dict[str, Any]:
-    # Through JSON, so that it compares equal to one that was read from disk.
-    return json.loads(json.dumps({name: getattr(config, name) for name in FINGERPRINT}))
+    return {name: _as_json(getattr(config, name)) for name in FINGERPRINT}
+
+
+def _as_json(value: Any) -> Any:
+    """As it is read back from disk."""
+    if isinstance(value, dict):
+        return {str(name): _as_json(x) for name, x in value.items()}
+    return [_as_json(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
 def _compare(stored: dict[str, Any], current: dict[str, Any], ignore: tuple[str, ...] = ()) -> None:

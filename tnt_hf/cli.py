@@ -82,9 +82,13 @@ def main(arguments: list[str] | None = None) -> int:
     if rest and options.command not in DELEGATED:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.rest = arguments[1:]
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # what was done is no mistake where it cannot be shown
     try:
         status = options.run(options) or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as of a daemon
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # of `tnt ... | head`; what is still to be flushed at exit goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -169,6 +173,7 @@ def load_config(source: str, overrides: list[str]):
         raise ValueError(f"model_type={given['model_type']!r}: only 'tnt' can be described")
     # The others are saved where they were set, and those of a conversion where its source needs them.
     known = {*TNTConfig().to_dict(), "output_surprise", "window_narrowed", "attn_implementation", "tokenizer_class"}
+    known |= {"classifier_dropout", "quantization_config"} & fields.keys()
     for name in fields | given:
         if name not in known and not name.startswith("_"):
             similar = get_close_matches(name, known, n=1)

@@ -35,6 +35,9 @@ AT_LEAST_1 = (
     "local_reset_interval", "memory_num_heads", "memory_head_dim", "memory_train_chunk_sizes", "omega_window",
 )  # fmt: skip
 AT_LEAST_0, MEMORIES = ("num_persistent_tokens", "memory_conv_kernel"), {"global_chunk_size", "local_chunk_sizes"}
+DERIVED = {"memory_conv_kernel": ("memory_projections", {"own": 4, "shared": 0}.get),  # from which field, and how
+           "memory_gate_init": ("memory_gate", {"add": 1.0, "mix": 0.5}.get),
+           "memory_max_lr": ("memory_depth", lambda depth: 0.5 if depth == 1 else 0.1)}  # fmt: skip
 POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
 ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
@@ -65,8 +68,7 @@ class TNTConfig(PreTrainedConfig):
 
     | paper | field |
     |---|---|
-    | C_G, {C_i}, chunks of the global and local memories | `global_chunk_size`, `local_chunk_sizes` |
-    | S_L, tokens between local resets | `local_reset_interval` |
+    | C_G, {C_i}, chunks; S_L, between resets | `global_chunk_size`, `local_chunk_sizes`; `local_reset_interval` |
     | q_t M_t, Q-K projection (Eq. 7) | `qk_projection`, `qk_projection_norm` |
     | f(W, .): L_M layers and their width | `memory_depth`, `memory_expansion` |
     | theta_t, mu_t, alpha_t: inner rate, momentum, forgetting | `memory_max_lr`, `memory_momentum`, `memory_decay` |
@@ -75,10 +77,9 @@ class TNTConfig(PreTrainedConfig):
     Args:
         > Backbone: what is not listed means what it does in `LlamaConfig`; every RoPE type works.
 
-        attention_bias (`bool`, defaults to `False`): bias on q, k, v and o as in Llama.
-        attention_output_bias (`bool`, *optional*): bias on o; `None` follows `attention_bias`. Qwen2: `True`, `False`.
-        qk_norm (`bool`, defaults to `False`): per-head RMSNorm of q and k before RoPE, as in Qwen3.
-        attention_output_gate (`bool`, defaults to `False`): attention output times sigmoid(W x), before o_proj.
+        attention_bias (`bool`, defaults to `False`): bias on q, k, v and o as in Llama. attention_output_bias (`bool`,
+            *optional*): on o; `None` follows it. Qwen2: `True`, `False`. qk_norm, attention_output_gate (`bool`,
+            default `False`): per-head RMSNorm of q, k before RoPE (Qwen3); output times sigmoid(W x), before o_proj.
         sliding_window (`int`, *optional*, defaults to 512): keys a query sees, itself included; `None` is all.
         layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"`; `"hybrid..."` with memory.
         num_persistent_tokens (`int`, defaults to 0): learned keys and values that every query sees.
@@ -211,11 +212,9 @@ class TNTConfig(PreTrainedConfig):
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.memory_num_heads = self.memory_num_heads or self.num_key_value_heads
         self.memory_head_dim = self.memory_head_dim or self.head_dim
-        if self.memory_conv_kernel is None:
-            self.memory_conv_kernel = {"own": 4, "shared": 0}[self.memory_projections]
-        self.memory_max_lr = self.memory_max_lr or (0.5 if self.memory_depth == 1 else 0.1)
-        if self.memory_gate_init is None:
-            self.memory_gate_init = {"add": 1.0, "mix": 0.5}.get(self.memory_gate)
+        for name, (other, default) in DERIVED.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default(getattr(self, other)))
         self.local_chunk_sizes = [8, 16] if self.local_chunk_sizes is None else list(self.local_chunk_sizes)
         if self.memory_lr_scaling != "none" and self.memory_train_chunk_sizes is None:
             self.memory_train_chunk_sizes = [spec.chunk_size for spec in self.memory_specs]
@@ -233,6 +232,9 @@ class TNTConfig(PreTrainedConfig):
         count = lambda sizes: len(sizes) if isinstance(sizes, (list, tuple)) else int(sizes is not None)  # noqa: E731
         if any(count(given[n]) != count(config_dict.get(n)) for n in given.keys() & MEMORIES):
             given.setdefault("memory_train_chunk_sizes", None)  # another number of memories
+        for name, (other, default) in DERIVED.items():
+            if other in given and config_dict.get(name) == default(config_dict.get(other)):
+                given.setdefault(name, None)  # follows the new value, as it did the old one
         return super().from_dict(config_dict | given, **kwargs)
 
     def _fail(self, field: str, reason: str, value: Any = ...) -> None:
@@ -388,10 +390,8 @@ _strict_setattr = TNTConfig.__setattr__
 
 
 def _setattr(self, name, value):
-    if name == "local_chunk_sizes" and type(value) is int:
-        value = [value]
     try:
-        _strict_setattr(self, name, value)
+        _strict_setattr(self, name, [value] if name == "local_chunk_sizes" and type(value) is int else value)
     except StrictDataclassFieldValidationError as error:  # is no ValueError, which this package promises
         raise ValueError(f"TNTConfig.{name}={value!r}: {error.__cause__}") from error
 

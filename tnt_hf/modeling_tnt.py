@@ -243,7 +243,8 @@ class TNTAttention(nn.Module):
         if cache is not None:
             # Our own layers use `valid` to keep a window of valid tokens, the library's ignore it.
             key, value = cache.update(key, value, self.layer_idx, valid=valid)
-            if self.sliding_window == 1:  # the library's dynamic layer never drops anything at a window of 1
+            # The library's sliding layer never drops anything at a window of 1; a full one's mask is for all it keeps.
+            if self.sliding_window == 1 and cache.layers[self.layer_idx].is_sliding:
                 key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]
         if self.num_persistent_tokens:
             key = torch.cat([self.persistent_keys.to(key.dtype).expand(key.shape[0], -1, -1, -1), key], dim=2)
@@ -399,7 +400,8 @@ class TNTPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: the number of sizes does not fit, or a size does not divide its `local_reset_interval`.
         """
-        old, count = self.config.local_chunk_sizes, len(self.config.local_chunk_sizes)
+        old = self.config.local_chunk_sizes
+        count = len(old) if self.config.memory_layer_indices else 0
         new = [sizes] if isinstance(sizes, int) else list(sizes)
         if new and not count:
             raise ValueError(f"local_chunk_sizes={sizes!r}: the model has no local memories.")

@@ -141,8 +141,9 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def _load(place: Path) -> ctypes.CDLL:
-    with open("/proc/self/maps") as lines:  # torch's OpenMP, for whoever is loaded after it
-        loaded = {line.split()[-1] for line in lines}
+    # Torch's OpenMP, for whoever is loaded after it; paths may hold spaces, and other files any bytes.
+    with open("/proc/self/maps", encoding=sys.getfilesystemencoding(), errors="surrogateescape") as lines:
+        loaded = {line.rstrip("\n").split(maxsplit=5)[-1] for line in lines}
     for path in loaded:
         if Path(path).name.startswith(("libgomp", "libiomp5")):
             ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)

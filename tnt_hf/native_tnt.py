@@ -108,8 +108,11 @@ def _call(name: str, plan: Plan, shape: list[int], tensors: dict, layers: dict) 
 
 def _index(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """counts, starts and full as tensors."""
-    full = plan.full if isinstance(plan.full, Tensor) else torch.full((plan.counts[0],), bool(plan.full))
-    return torch.tensor(plan.counts), torch.tensor(plan.starts), full.to(torch.int8)
+    counts, starts = (torch.tensor(x, device="cpu") for x in (plan.counts, plan.starts))  # whatever the default is
+    full = plan.full
+    if not isinstance(full, Tensor):
+        full = torch.full((plan.counts[0],), bool(full), device="cpu")
+    return counts, starts, full.to(torch.int8)
 
 
 def _every(plan: Plan, q: Tensor, N: int) -> bool:
