@@ -67,20 +67,25 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """
-    Write a file that is there as a whole or not at all, in place of an older one.
+    Write a file that is there as a whole or not at all, in place of an older one; or to a device or a pipe.
 
     Raises:
         OSError: it cannot be written; an older one is as it was.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    place = path.resolve()  # a link stays one
+    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         flush(partial)
-        os.replace(partial, path)
+        os.replace(partial, place)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
-    flush(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+    flush(place.parent)
 
 
 def sha256(path: Path) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -229,4 +230,15 @@ write_text(Path({str(report)!r}), "newer" * 100)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert f"File too large: '{report}'" in done.stderr
+    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(report)
+    write_text(link, "older\n")
+    assert link.is_symlink()
+    link.unlink()
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "through")
+    assert os.read(reading, 99) == b"through" and pipe.is_fifo()
+    os.close(reading)
+    pipe.unlink()
     assert report.read_text() == "older\n" and list(tmp_path.iterdir()) == [report]
