@@ -160,8 +160,10 @@ def choose_full_attention(costs: list[float], count: int) -> list[int]:
     The `count` layers with the largest costs, ascending; the earlier one of two equal ones.
 
     Raises:
-        ValueError: `count` is negative or there are fewer layers.
+        ValueError: `count` is negative or there are fewer layers, or a cost is no number.
     """
+    if unknown := [layer for layer, cost in enumerate(costs) if cost != cost]:
+        raise ValueError(f"costs[{unknown[0]}]=nan: the probe overflowed; measure it in another dtype.")
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= len(costs):
         raise ValueError(f"count={count!r}: must be a number of layers from 0 to {len(costs)}.")
     return sorted(sorted(range(len(costs)), key=lambda l: -costs[l])[:count])

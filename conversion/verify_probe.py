@@ -34,6 +34,8 @@ def probe_ids(folder: Path, text: str | None, length: int, vocabulary: int, seed
         ValueError: a text without tokenizer, too short, or with ids the model does not have.
         OSError: the text's file cannot be read.
     """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r}: must be an integer of 0 to {2**63 - 1}")
     generator = torch.Generator().manual_seed(seed)
     random_ids = torch.randint(vocabulary, (2, length), generator=generator)
     if not any((folder / name).exists() for name in TOKENIZERS):

@@ -24,7 +24,7 @@ from tnt_hf.recipes.run_folder import check_output, check_unused, claim_output, 
 from tnt_hf.termination import Terminated
 
 
-NEEDED = ("accelerate", "datasets", "matplotlib", "peft", "pyarrow", "tqdm")
+NEEDED = ("accelerate", "datasets", "peft", "pyarrow")
 # The fields of TrainingArguments that recipes use most, with the default of a recipe; a test compares them.
 TRAINER_HELP = {
     "output_dir": ("runs/<folder>/<file>", "everything the run writes; the same command goes on where it stopped"),

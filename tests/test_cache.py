@@ -576,3 +576,9 @@ def test_attention_alone_with_the_librarys_bare_cache_and_in_one_graph(window):
     torch._dynamo.reset()
     whole = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(whole(ids).logits, model(ids).logits, atol=1e-12, rtol=0)
+
+
+def test_a_device_that_does_not_exist_is_not_the_files_fault(tmp_path):
+    config = tiny_model().config
+    with pytest.raises(ValueError, match="device='foo'"):
+        TNTCache.load(tmp_path / "session.safetensors", config, device="foo")

@@ -234,6 +234,8 @@ def test_memory_state_bytes_match_a_hand_count():
         memory_state_bytes(config, "int8")
     with pytest.raises(ValueError, match="context=-5"):
         flops_per_token(config, -5)
+    with pytest.raises(ValueError, match="context=nan"):
+        flops_per_token(config, float("nan"))
     assert [name for name, _ in memory_state_shapes(tiny_config(local_chunk_sizes=[1], memory_depth=1))] == [
         "conv", "0.weights.0", "0.chunk_weights.0", "1.weights.0", "projection.16", "time",
     ]  # fmt: skip

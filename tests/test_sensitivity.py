@@ -154,6 +154,11 @@ def test_a_count_that_is_no_number_of_layers_is_refused(count):
         choose_full_attention([0.2, 0.1, 0.3, 0.1], count)
 
 
+def test_a_cost_that_is_no_number_chooses_nothing():
+    with pytest.raises(ValueError, match=r"costs\[1\]=nan"):
+        choose_full_attention([0.2, float("nan"), 0.3], 1)
+
+
 @pytest.mark.parametrize(
     "text, window, named",
     [

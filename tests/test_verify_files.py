@@ -17,6 +17,7 @@ from tnt_hf import TNTForCausalLM
 from tnt_hf.conversion import convert_checkpoint, verify, verify_command, verify_conversion
 from tnt_hf.conversion.files import write_text
 from tnt_hf.conversion.verify_measures import addresses, move_to
+from tnt_hf.conversion.verify_probe import probe_ids
 
 
 MEMORY = {"global_chunk_size": 8, "local_chunk_sizes": [4], "local_reset_interval": 16}
@@ -242,3 +243,9 @@ write_text(Path({str(report)!r}), "newer" * 100)
     os.close(reading)
     pipe.unlink()
     assert report.read_text() == "older\n" and list(tmp_path.iterdir()) == [report]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, "a", True])
+def test_a_seed_is_named(tmp_path, seed):
+    with pytest.raises(ValueError, match=f"seed={seed!r}: must be"):
+        probe_ids(tmp_path, None, 20, 16, seed)

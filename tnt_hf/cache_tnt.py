@@ -269,6 +269,10 @@ class TNTCache(DynamicCache):
             ValueError: no such session, one of another architecture (the differing field is named), or a damaged one.
         """
         try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"device={device!r}: is no device of torch.") from None
+        try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}

@@ -84,7 +84,7 @@ def flops_per_token(config: TNTConfig, context: int) -> dict[str, int]:
     Raises:
         ValueError: `context` is negative.
     """
-    if context < 0:
+    if isinstance(context, bool) or not isinstance(context, int) or context < 0:
         raise ValueError(f"context={context!r}: must be a number of tokens")
     h, H, D, K = config.hidden_size, config.memory_num_heads, config.memory_head_dim, config.memory_key_width
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim

@@ -169,7 +169,10 @@ def _key(flags: tuple[str, ...]) -> str:
 def _folder() -> Path:
     """Where libraries are kept: the user's cache, or a folder of this process where that is not the user's own."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tnt-hf"
+        asked = os.environ.get("XDG_CACHE_HOME") or ""
+        folder = (
+            Path(asked if os.path.isabs(asked) else Path.home() / ".cache") / "tnt-hf"
+        )  # as its specification says
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
         if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
@@ -220,6 +223,7 @@ def _compile(flags: tuple[str, ...], place: Path) -> None:
         _run([*compiler, "-shared", *alone, code, "-o", linked, "-lm", "-lc"], scratch)
         content = linked.read_bytes()
         linked.write_bytes(content + hashlib.sha256(content).digest())
+        linked.chmod(0o700)  # whatever the umask: it is code
         linked.replace(place)  # whoever compiles at the same time leaves the same
 
 
