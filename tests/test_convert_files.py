@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import re
@@ -297,6 +298,14 @@ def command(monkeypatch, folder: Path, *arguments: str) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     assert run(parser.parse_args([*arguments, "--quiet"])) == 0
+
+
+def test_a_terminal_without_the_letters_of_a_name(tmp_path, source, monkeypatch):
+    """The conversion is done, and said to be."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["convert", str(source), str(tmp_path / "z\xe9"), "--window", "16"]) == 0
+    assert b"z\\xe9" in terminal.buffer.getvalue() and (tmp_path / "z\xe9" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("words, few", [(120, True), (1_084, True), (1_085, False)])
