@@ -135,7 +135,13 @@ def _load_whole(
         raise ValueError(f"{name}: config.json has no tnt_injection, so there is no memory to load{hint}.")
     if injection is not None:
         _compare(settings, injection.to_dict(), name, "injection")
-    stored = {x.name: x for x in read_source(folder).tensors.values() if ".memory." in x.name}
+    try:
+        stored = {x.name: x for x in read_source(folder).tensors.values() if ".memory." in x.name}
+    except ValueError as error:
+        if getattr(config, "quantization_config", None) is None:
+            raise
+        hint = "save an adapter instead, and load it on the base as it was, with this quantization_config"
+        raise ValueError(f"{name}: its weights were saved quantized and cannot be read ({error}); {hint}.") from error
     saved_with = (config._attn_implementation or PREFIX + "sdpa").removeprefix(PREFIX)
     implementation = kwargs.pop("attn_implementation", None) or saved_with
     del config.tnt_injection

@@ -5,15 +5,18 @@ weights differs; the three kinds here are a weight of integers, one of small flo
 tensor of a class of its own. Of a TNT model that is loaded quantized the memory is not, so that it can be trained.
 """
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_hosts import tiny_host
 from torch import nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from tnt_hf import TNTConfig, TNTForCausalLM
-from tnt_hf.conversion import LiZAConfig, TNTInjectionConfig, inject, unload
+from tnt_hf.conversion import LiZAConfig, TNTInjectionConfig, inject, load_injected, unload
 
 
 OPEN = {"global_chunk_size": 8, "local_chunk_sizes": [4], "memory_gate_init": 0.5}
@@ -120,3 +123,16 @@ def test_the_librarys_quantizers_leave_a_memory_alone(variant):
                 found = {should_convert_module(x, kept) for x in (name, f"{name}.weight")}
                 assert found == {"memory." not in name and name != "lm_head"}, name
     assert set(model._get_dtype_plan(torch.float16)) == set(model._keep_in_fp32_modules_strict)
+
+
+def test_a_whole_model_that_was_saved_quantized_says_how_to_keep_it(tmp_path):
+    inject(tiny_host("llama"), TNTInjectionConfig(**OPEN)).save_pretrained(tmp_path)
+    place, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    save_file(load_file(place) | {"model.layers.0.mlp.down_proj._qdata": torch.ones(2, dtype=torch.int8)}, place)
+    with pytest.raises(ValueError, match="has dtype I8; supported"):
+        load_injected(tmp_path)
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "torchao"}})
+    )
+    with pytest.raises(ValueError, match="saved quantized .*I8.*save an adapter instead"):
+        load_injected(tmp_path)
