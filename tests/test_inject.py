@@ -552,7 +552,7 @@ def test_other_architectures_are_refused_with_the_reason(kind):
     changes, reason = UNSUPPORTED[kind]
     sizes = {"vocab_size": 64, "num_key_value_heads": 2, **_small(), **changes}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    with pytest.raises(ValueError, match=f"model_type='{kind}'.*{reason}.*gpt_oss, granite, granitemoe"):
+    with pytest.raises(ValueError, match=f"model_type='{kind}'.*{reason}.*gpt_oss, granite, granite_swa, granitemoe"):
         inject(model, OPEN_LIZA)
 
 
