@@ -277,12 +277,10 @@ def _check(q, k, v, rule, beta, decay, chunk_size, mask, segment_ids, initial_st
     if beta is not None or rule != "linear":
         _check_tensor("beta", beta, (B, T, H, *writes))
     decays = RULES[rule][1]
-    if decay is not None:
+    if decay is not None or decays == "required":
         _check_tensor("decay", decay, (B, T, H))
     if decay is not None and decays == "impossible":
         raise ValueError(f"decay={list(decay.shape)}: rule={rule!r} does not forget, 'gated_delta_rule' does")
-    if decays == "required":
-        _check_tensor("decay", decay, (B, T, H))
     if initial_state is not None:
         _check_tensor("initial_state", initial_state, (B, H, K, v.shape[-1]))
     for name, x in (("mask", mask), ("segment_ids", segment_ids)):

@@ -333,7 +333,7 @@ def test_without_room_for_it_it_is_torch(tmp_path):
 def test_it_is_compiled_once_and_again_where_the_file_is_broken(tmp_path, hasty):
     assert "compiling memory-" in elsewhere(tmp_path) and "compiling" not in elsewhere(tmp_path)
     [library] = (tmp_path / "tnt-hf").iterdir()
-    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(x.stat().st_mode) == 0o700 for x in (library, library.parent))
     library.write_bytes(library.read_bytes()[:5000])
     told = elsewhere(tmp_path)
     assert "compiled again" in told and "same True None" in told and "compiling" not in elsewhere(tmp_path)
@@ -353,6 +353,12 @@ for path in [x for x in paths if os.path.basename(x).startswith(("libgomp", "lib
     os.mkdir(FOLDER + "/with a space")
     ctypes.CDLL(shutil.copy(path, FOLDER + "/with a space"))
 """
+
+
+def test_a_relative_cache_is_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert native_build_tnt._folder() == tmp_path / ".cache" / "tnt-hf"
 
 
 @needs_native

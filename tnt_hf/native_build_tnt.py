@@ -169,10 +169,8 @@ def _key(flags: tuple[str, ...]) -> str:
 def _folder() -> Path:
     """Where libraries are kept: the user's cache, or a folder of this process where that is not the user's own."""
     try:
-        asked = os.environ.get("XDG_CACHE_HOME") or ""
-        folder = (
-            Path(asked if os.path.isabs(asked) else Path.home() / ".cache") / "tnt-hf"
-        )  # as its specification says
+        asked = Path(os.environ.get("XDG_CACHE_HOME", ""))  # ignored if relative, as its specification says
+        folder = (asked if asked.is_absolute() else Path.home() / ".cache") / "tnt-hf"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
         if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
