@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 BENCH_OUT ?= bench_out
-# The suite conversion needs 48 GB of room and comes by hand: tnt bench conversion --folder DIR.
+# The suite conversion needs 36 GB of room and comes by hand: tnt bench conversion --folder DIR.
 BENCH_SUITES ?= memory train decode liza
 BENCH_FLAGS ?=
 

@@ -5,6 +5,10 @@ from typing import Any
 from tnt_hf.recipes.arguments import MODES, NEW_MODELS, TRAINABLE
 
 
+# Options of torch.utils.checkpoint that can stand in a recipe.
+RECOMPUTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+
+
 def shown(value: Any) -> str:
     """A value in an error, in at most 60 characters."""
     text = repr(value)
@@ -50,8 +54,26 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
     for name in recomputing:
         if value(f"{name}_kwargs") and not any(map(value, recomputing)):
             refuse(f"{name}_kwargs", f"has no effect without {name}")
+        if unknown := [option for option in value(f"{name}_kwargs") or {} if option not in RECOMPUTING]:
+            refuse(f"{name}_kwargs", f"{unknown[0]!r} is none of {', '.join(RECOMPUTING)}")
     if value("auto_find_batch_size"):
         refuse("auto_find_batch_size", "would change the batch in the run, away from the one written down")
+    accelerator = value("accelerator_config")
+    if isinstance(accelerator, str):
+        refuse("accelerator_config", "settings are written down with the run: give what the file says, as a mapping")
+    if (accelerator or {}).get("split_batches"):
+        refuse("accelerator_config", "split_batches would divide the batch of one device among all")
+    if value("remove_unused_columns"):
+        refuse("remove_unused_columns", "would remove what tells filler from tokens; data is prepared for its mode")
+    if value("dataloader_persistent_workers") and not value("dataloader_num_workers"):
+        refuse("dataloader_persistent_workers", "has no effect without dataloader_num_workers")
+    if "do_train" in given and not value("do_train"):
+        refuse("do_train", "a recipe trains; tnt eval measures the model of a folder")
+    if value("fsdp_config") and not value("fsdp"):
+        refuse("fsdp_config", "has no effect without fsdp")
+    for name in ("data_seed", "train_sampling_strategy"):
+        if value("streaming") and given.get(name) is not None:
+            refuse(name, "has no effect with streaming: a stream is read in its order")
     if value("greater_is_better"):
         refuse("greater_is_better", "an evaluation gives eval_loss only, and would keep the worst")
     if value("ignore_data_skip"):

@@ -170,6 +170,7 @@ class ResumableTrainer(Trainer):
         self._started, self._clock, self._begun = True, time.perf_counter(), time.perf_counter()
         self._tokens_logged = self.state.num_input_tokens_seen
         if self._resumed is not None:
+            self.state.compute_steps(self.args, self.state.max_steps)  # how often to log, evaluate and save, as of now
             self._find_best(self._resumed.parent)
             progress = json.loads((self._resumed / self._progress_file()).read_text(encoding="utf-8"))
             self._tr_loss = torch.tensor(progress["loss"], device=self.args.device)

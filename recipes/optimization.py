@@ -4,9 +4,13 @@ Weight decay is for the matrices of ordinary layers. W_init of a memory, every g
 mean something by themselves, and decay would pull them to zero.
 """
 
+import copy
+import math
 import re
 
+import torch
 from torch import nn
+from transformers import Trainer
 
 
 # What a parameter is, by the first pattern that its name contains.
@@ -75,3 +79,33 @@ def parameter_groups(
     if not any(group["params"] for group in groups.values()):
         raise ValueError(f"model={type(model).__name__}: has no trainable parameter")
     return [group for group in groups.values() if group["params"]]
+
+
+def try_optimizer(trainer: Trainer) -> None:
+    """
+    Make the optimizer of a run and its schedule for one number: what is wrong with them is known before the run.
+
+    Raises:
+        ValueError: they cannot be made, an option changes nothing, or the schedule gives no rate at its first or its
+            last step, where a run would end without its model.
+    """
+    args, model = trainer.args, trainer.model
+    try:
+        kind, options = trainer.get_optimizer_cls_and_kwargs(args, model)
+        if args.optim_args:
+            without = copy.copy(args)
+            without.optim_args = None
+            if trainer.get_optimizer_cls_and_kwargs(without, model)[1] == options:
+                raise ValueError("optim_args changes nothing of this optimizer")
+        optimizer = kind([{"params": [nn.Parameter(torch.zeros(1))]}], **options)
+        steps = max(args.max_steps, 1)
+        schedule = trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
+        for step in (0, steps):
+            for factor_at in getattr(schedule, "lr_lambdas", ()):
+                if not 0 <= (factor := factor_at(step)) < math.inf:
+                    raise ValueError(f"the schedule multiplies the rate by {factor} in step {step}")
+    except (ArithmeticError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        names = ("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs")
+        given = ", ".join(f"{name}={getattr(x, 'value', x)}" for name in names if (x := getattr(args, name)))
+        raise ValueError(f"{given}: {error}") from error
+    trainer.lr_scheduler = None

@@ -34,13 +34,14 @@ TRAINER_DEFAULTS = {
     "seed": 0,
 }
 AT_LEAST_1 = (
-    "dataloader_prefetch_factor", "eval_rows", "gradient_accumulation_steps", "per_device_eval_batch_size",
-    "per_device_train_batch_size", "sequence_length", "tokenizer_vocab_size", "train_tokens",
+    "dataloader_prefetch_factor", "ddp_timeout", "eval_accumulation_steps", "eval_rows", "gradient_accumulation_steps",
+    "per_device_eval_batch_size", "per_device_train_batch_size", "sequence_length", "tokenizer_vocab_size",
+    "train_tokens",
 )  # fmt: skip
 AT_LEAST_0 = (
-    "adam_epsilon", "dataloader_num_workers", "gate_learning_rate", "learning_rate", "max_grad_norm",
-    "memory_learning_rate", "memory_logging_steps", "num_train_epochs", "seed", "warmup_steps", "weight_decay",
-    "window_dropout_warmup_steps",
+    "adam_epsilon", "dataloader_num_workers", "eval_delay", "gate_learning_rate", "learning_rate", "max_grad_norm",
+    "memory_learning_rate", "memory_logging_steps", "neftune_noise_alpha", "num_train_epochs", "seed", "warmup_steps",
+    "weight_decay", "window_dropout_warmup_steps",
 )  # fmt: skip
 INTERVALS = ("eval_steps", "logging_steps", "save_steps")  # at 0 or less the library means something else
 OURS = (RunArguments, DataArguments, ModelArguments)
@@ -125,6 +126,11 @@ def read_recipe(arguments: list[str]) -> Recipe:
             raise ValueError(f"{name}={value!r}: must be one of {', '.join(choices[name])}")
     if given.get("use_liger_kernel") and not find_spec("liger_kernel"):
         raise ValueError("use_liger_kernel=True: needs the package liger-kernel, which is not installed")
+    if (backend := given.get("torch_compile_backend")) is not None:
+        from accelerate.utils import DynamoBackend  # here: it takes its time
+
+        if backend.upper() not in (known := [kind.value for kind in DynamoBackend]):
+            raise ValueError(f"torch_compile_backend={backend!r}: must be one of {', '.join(known).lower()}")
     mode = given.get("torch_compile_mode")
     if mode is not None and given.get("torch_compile_backend") in (None, "inductor"):
         from torch._inductor import list_mode_options  # here: it takes its time

@@ -16,6 +16,8 @@ FREE = (
     "logging_first_step", "logging_steps", "memory_logging_steps", "output_dir", "plots", "report_to",
     "resume_from_checkpoint", "run_name", "save_steps", "save_strategy", "save_total_limit",
 )  # fmt: skip
+# Not where the evaluations decide over the learning rate, or over the weights that are kept.
+DECIDING = {"eval_on_start", "eval_steps", "eval_strategy", "save_steps", "save_strategy"}
 # What a run leaves that ended before it saved anything to go on from: the folder is still free for another one.
 UNFINISHED = (RESOLVED, "converted", "gates.png", "loss.png", "runs", "training_log.jsonl")
 
@@ -55,7 +57,8 @@ def check_output(output: Path, given: dict[str, Any]) -> None:
     from tnt_hf.recipes.recipe_file import default_settings  # here: it takes its time, and a new folder needs it not
 
     before, default = _settings(output), default_settings()
-    for name in sorted({*before, *given} - set(FREE)):
+    deciding = given.get("load_best_model_at_end") or given.get("lr_scheduler_type") == "reduce_lr_on_plateau"
+    for name in sorted({*before, *given} - (set(FREE) - DECIDING if deciding else set(FREE))):
         # A default that is given is the same setting as one that is not.
         if before.get(name, default.get(name)) != given.get(name, default.get(name)):
             shown = ["the default" if name not in x else repr(x[name]) for x in (given, before)]

@@ -155,11 +155,14 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     check_output(Path(args.output_dir), recipe.given)
     if args.process_index == 0:
         check_unused(Path(args.output_dir))
-    callbacks = scheduled(run, args.seed, args.max_steps)
+    callbacks = scheduled(run, args.seed)
+    check_length(callbacks, args.max_steps)
 
     set_seed(args.seed)
     tokenizer = load_tokenizer(recipe.model, lambda: training_texts(recipe.data, run.mode))
     data = build_datasets(recipe.data, tokenizer, seed=args.seed, mode=run.mode, rows_per_step=rows_per_step)
+    steps = run_steps(args, data.train)
+    check_length(callbacks, steps)
     with args.main_process_first(local=False, desc="making the model"):  # one process converts for all
         model, teacher = build_model(
             recipe.model,
@@ -176,7 +179,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
         model, args.learning_rate, args.weight_decay, run.memory_learning_rate, run.gate_learning_rate
     )
     check_rates(run, groups)
-    for line in plan(recipe, model, groups, data, rows_per_step):
+    for line in plan(recipe, model, groups, data, rows_per_step, steps):
         say(line)
     trainer = RecipeTrainer(
         model=model,
@@ -219,15 +222,37 @@ def check_reports(report_to: list[str]) -> None:
     """Raises ValueError if a package that shall show the curves is not there, or cannot be imported."""
     from transformers.integrations import get_reporting_integration_callbacks
 
-    for callback in get_reporting_integration_callbacks(report_to):
+    try:
+        callbacks = get_reporting_integration_callbacks(report_to)
+    except ValueError as error:
+        raise ValueError(f"report_to={report_to!r}: {error}") from error
+    for callback in callbacks:
         try:
             callback()
         except (ImportError, RuntimeError) as error:
             raise ValueError(f"report_to={report_to!r}: {error}") from error
 
 
-def scheduled(run: RunArguments, seed: int, steps: int) -> list:
-    """The callbacks that change the model from step to step, of a run of `steps` if that is positive."""
+def run_steps(args: Any, rows: Any) -> int:
+    """Optimizer steps of the run, as `Trainer` counts them."""
+    if args.max_steps > 0:
+        return args.max_steps
+    batches = len(rows) / (args.per_device_train_batch_size * args.world_size)
+    batches = math.floor(batches) if args.dataloader_drop_last else math.ceil(batches)
+    return math.ceil(max(1, math.ceil(batches / args.gradient_accumulation_steps)) * args.num_train_epochs)
+
+
+def check_length(callbacks: list, steps: int) -> None:
+    """Raises ValueError if a schedule goes on beyond the `steps` of the run, if that is positive."""
+    from tnt_hf.recipes.callbacks import ChunkSizeSchedule
+
+    for schedule in (callback.schedule for callback in callbacks if isinstance(callback, ChunkSizeSchedule)):
+        if 0 < steps <= (last := max(schedule)):
+            raise ValueError(f"chunk_size_schedule: names step {last}, but the run has {steps} steps, from 0 on")
+
+
+def scheduled(run: RunArguments, seed: int) -> list:
+    """The callbacks that change the model from step to step."""
     from tnt_hf.conversion import LiZACallback
     from tnt_hf.recipes.callbacks import ChunkSizeSchedule, WindowDropout
 
@@ -236,8 +261,6 @@ def scheduled(run: RunArguments, seed: int, steps: int) -> list:
         callbacks.append(WindowDropout(run.window_dropout, run.window_dropout_warmup_steps, seed))
     if run.chunk_size_schedule:
         callbacks.append(ChunkSizeSchedule(run.chunk_size_schedule))
-        if 0 < steps <= (last := max(callbacks[-1].schedule)):
-            raise ValueError(f"chunk_size_schedule: names step {last}, but the run has {steps} steps, from 0 on")
     if run.mag_schedule:
         if unknown := [x for x in run.mag_schedule if x not in signature(LiZACallback).parameters]:
             raise ValueError(
@@ -258,7 +281,7 @@ def check_rates(run: RunArguments, groups: list[dict]) -> None:
             raise ValueError(f"{field}={getattr(run, field)!r}: has no effect, no such parameter of the model learns")
 
 
-def plan(recipe: Any, model: Any, groups: list[dict], data: Any, rows_per_step: int) -> list[str]:
+def plan(recipe: Any, model: Any, groups: list[dict], data: Any, rows_per_step: int, steps: int) -> list[str]:
     """What is about to happen, in a few lines: model, parameters, data, steps, device, and where it goes."""
     args, length = recipe.training, recipe.data.sequence_length
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -267,12 +290,7 @@ def plan(recipe: Any, model: Any, groups: list[dict], data: Any, rows_per_step: 
         size = sum(parameter.numel() for parameter in group["params"])
         counts[group["kind"], group["lr"]] = counts.get((group["kind"], group["lr"]), 0) + size
     learning = ", ".join(f"{kind} {count:,} at {rate:g}" for (kind, rate), count in counts.items())
-    steps, rows = args.max_steps, ""
-    if hasattr(data.train, "__len__"):
-        rows = f"{len(data.train):,} "
-        if steps <= 0:
-            per_epoch = max(1, math.ceil(len(data.train) / rows_per_step))
-            steps = math.ceil(per_epoch * args.num_train_epochs)
+    rows = f"{len(data.train):,} " if hasattr(data.train, "__len__") else ""
     tokens = rows_per_step * length
     name = recipe.model.source or recipe.model.model
     dropped = data.facts.get("documents_dropped") or {}  # unknown of a stream

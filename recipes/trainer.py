@@ -26,6 +26,7 @@ from tnt_hf.recipes.finite import stop_if_not_finite, warn_of_idle
 from tnt_hf.recipes.memory_statistics import first_row, memory_statistics
 from tnt_hf.recipes.models import finished
 from tnt_hf.recipes.objectives import next_token, next_token_sums
+from tnt_hf.recipes.optimization import try_optimizer
 from tnt_hf.recipes.packing import FILLER
 from tnt_hf.recipes.preemption import CheckpointOnTermination
 from tnt_hf.recipes.run_record import RECORD, count_parameters, write_run_record
@@ -131,7 +132,7 @@ class RecipeTrainer(ResumableTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
                 callback.logging_dir = str(self.folder / "runs")
-        self._try_optimizer()
+        try_optimizer(self)
 
     def fit(self, resume: str | os.PathLike = "auto", facts: dict[str, Any] | None = None) -> dict[str, float]:
         """
@@ -200,17 +201,11 @@ class RecipeTrainer(ResumableTrainer):
 
     # ------------------------------------------------------------------------------------------------------- one step
 
-    def _try_optimizer(self) -> None:
-        """Make an optimizer and its schedule for one number, so that what is wrong with them is known before a run."""
-        try:
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            optimizer = kind([{"params": [nn.Parameter(torch.zeros(1))]}], **options)
-            self.create_scheduler(num_training_steps=max(self.args.max_steps, 1), optimizer=optimizer)
-        except (ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            kinds = {"optim": self.args.optim, "lr_scheduler_type": self.args.lr_scheduler_type}
-            names = ", ".join(f"{name}={getattr(kind, 'value', kind)}" for name, kind in kinds.items())
-            raise ValueError(f"{names}: {error}") from error
-        self.lr_scheduler = None
+    def _issue_warnings_after_load(self, load_result):
+        """As in the library, but a tied weight, which is saved once, is not missing."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(type(load_result)(missing, load_result.unexpected_keys))
 
     def create_optimizer(self, model=None):
         """The optimizer of the arguments over `groups`."""

@@ -300,6 +300,27 @@ def test_fields_that_were_assigned_are_checked_and_filled_in_when_a_model_is_mad
             TNTForCausalLM(config)
 
 
+@pytest.mark.parametrize(
+    "field, value",
+    [("memory_depth", 0), ("memory_gate", "gated"), ("local_chunk_sizes", [0]), ("local_chunk_sizes", []),
+     ("layer_types", ["window"]), ("num_attention_heads", 0), ("sliding_window", -1), ("rms_norm_eps", -1.0)],
+)  # fmt: skip
+def test_fields_that_were_assigned_are_checked_on_saving(field, value, tmp_path):
+    config = tiny_config()
+    config.save_pretrained(tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+    setattr(config, field, value)
+    with pytest.raises(ValueError, match=r"^TNTConfig\."):
+        config.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_size_beyond_64_bits_is_named():
+    for field in ("num_hidden_layers", "vocab_size", "sliding_window"):
+        with pytest.raises(ValueError, match=rf"TNTConfig\.{field}=1000000000000000000000:"):
+            TNTConfig(**{field: 10**21})
+
+
 def test_the_number_of_memories_is_that_of_the_model():
     model, ids = TNTForCausalLM(tiny_config(local_chunk_sizes=[2, 4])), torch.arange(2, 9)[None]
     for sizes in ([1], 1, [1, 1, 1], []):

@@ -5,13 +5,14 @@ Axis legend: B batch   H memory heads   G query heads per memory head   K key wi
 """
 
 import copy
+import re
 
 import pytest
 import torch
 from tiny import MODES, tiny_config, tiny_model, tokens
 from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from tnt_hf import TNTCache
 from tnt_hf.masks_tnt import build_masks
@@ -384,3 +385,20 @@ def test_without_local_memories_there_is_no_stage_2():
     with pytest.raises(ValueError, match="local_chunk_sizes=1: the model has no local memories"):
         model.set_local_chunk_sizes(1)
     model.set_local_chunk_sizes([])
+
+
+def test_what_is_no_list_of_layers_or_chunk_sizes_is_named():
+    model = tiny_model(local_chunk_sizes=[2, 4])
+    before = model.config.to_dict()
+    for sizes in (None, 1.5, "2", {}, [None, 2]):
+        with pytest.raises(
+            ValueError, match=f"local_chunk_sizes={re.escape(repr(sizes))}: needs one positive integer"
+        ):
+            model.set_local_chunk_sizes(sizes)
+    for layers in ("a", 9, [0, "b"], [[0]]):
+        with pytest.raises(ValueError, match="are none of the layers .* that attend"):
+            model.set_sliding_window(8, layers=layers)
+    assert model.config.to_dict() == before
+    for config in (None, 3, LlamaConfig()):
+        with pytest.raises(ValueError, match=f"config={type(config).__name__}: must be the TNTConfig"):
+            TNTCache(config)

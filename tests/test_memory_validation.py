@@ -22,6 +22,7 @@ from tnt_hf.projection_tnt import project_queries
         ({"feature_map": "quadratic", "residual": True}, "residual=True.*feature_map='quadratic'"),
         ({"decay_target": "mean"}, "decay_target.*mean"),
         ({"omega_window": 2}, "omega_window.*2"),
+        ({"omega_gate": torch.rand(4, 32, 2)}, "omega_gate .*, got a tensor$"),
         ({"implementation": "triton"}, "implementation.*triton"),
         ({"grad_bound": -1.0}, "grad_bound.*-1.0"),
         ({"grad_bound": 1e-40}, "grad_bound.*at least 1.18e-38, got 1e-40"),

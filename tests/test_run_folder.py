@@ -65,6 +65,20 @@ def test_a_default_is_the_same_setting_given_or_not(output, name):
     check_output(output, {})
 
 
+@pytest.mark.parametrize(
+    "decides", [{"lr_scheduler_type": "reduce_lr_on_plateau"}, {"load_best_model_at_end": True}], ids=str
+)
+def test_how_often_is_evaluated_may_change_where_it_decides_nothing(output, decides):
+    write(output / "model.safetensors")
+    often = {"eval_strategy": "steps", "eval_steps": 2}
+    claim_output(output, often)
+    check_output(output, often | {"eval_steps": 5, "save_steps": 3})
+    claim_output(output, often | decides)
+    with pytest.raises(ValueError, match="belongs to another run, eval_steps is 5 and was 2"):
+        check_output(output, often | decides | {"eval_steps": 5})
+    check_output(output, often | decides | {"logging_steps": 1})
+
+
 def test_without_settings_it_is_somebody_elses(output):
     (output / "recipe.yaml").unlink()
     write(output / "converted" / "config.json")

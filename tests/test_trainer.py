@@ -29,6 +29,7 @@ from tnt_hf.recipes.finite import stop_if_not_finite
 from tnt_hf.recipes.objectives import next_token
 from tnt_hf.recipes.optimization import parameter_groups
 from tnt_hf.recipes.packing import RowCollator, assemble
+from tnt_hf.recipes.train import run_steps
 from tnt_hf.recipes.trainer import RecipeTrainer, _exp
 
 
@@ -376,6 +377,16 @@ def test_filler_is_no_token_that_was_trained_on(tmp_path):
     assert run.state.num_input_tokens_seen == 2 * (20 + 31 + 32 + 32)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("batch", "accumulation", "epochs"), [(5, 1, 3), (4, 2, 1), (7, 3, 0.5), (20, 1, 1.4)])
+def test_the_steps_that_are_announced_are_those_of_the_library(tmp_path, drop_last, batch, accumulation, epochs):
+    settings = {"max_steps": -1, "num_train_epochs": epochs, "dataloader_drop_last": drop_last}
+    settings |= {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    run = trainer(tmp_path, **settings)
+    wanted = run.set_initial_training_values(run.args, run.get_train_dataloader())[-1]
+    assert run_steps(run.args, run.train_dataset) == wanted
+
+
 @pytest.mark.parametrize("steps", [-1, 1.5, True, None])
 def test_steps_between_readings_must_be_a_number(tmp_path, steps):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
@@ -389,6 +400,16 @@ def test_steps_between_readings_must_be_a_number(tmp_path, steps):
         ({"adam_beta2": 2.0}, "optim=adamw_torch.*, lr_scheduler_type=.*: Invalid beta parameter at index 1: 2"),
         ({"optim": "lomo"}, "optim=lomo, .*: .*lomo"),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"periods": 3}}, "lr_scheduler_type=.*: .*'periods'"),
+        (  # in the last step, when all is trained and nothing is saved
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": -1}},
+            r"lr_scheduler_type=polynomial, lr_scheduler_kwargs=.'power': -1.: 0.0 cannot be raised",
+        ),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": -1.0}},
+            r"lr_end.*the schedule multiplies the rate by -[0-9.]+ in step",
+        ),
+        ({"optim_args": "momentum=0.9"}, "optim_args=momentum=0.9, .*optim_args changes nothing of this optimizer"),
+        ({"optim": "adafactor", "optim_args": "x"}, "optim_args=x"),
         (
             {"metric_for_best_model": "accuracy"},
             "metric_for_best_model='accuracy': an evaluation gives eval_loss only",

@@ -451,6 +451,22 @@ def test_more_steps_are_allowed_and_said(copy, caplog):
     assert not left.exists()
 
 
+def test_how_often_it_saves_and_logs_is_as_it_is_told_to_go_on(copy):
+    shutil.rmtree(copy / "checkpoint-4")
+    again = trainer(copy, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT | {"save_steps": 1})
+    again.fit()
+    assert [path.name for path in checkpoints(copy)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+def test_a_tied_weight_is_not_said_to_be_missing(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    for steps in (2, 4):
+        run = trainer(tmp_path, **SHORT | {"max_steps": steps}, config={"tie_word_embeddings": True})
+        run.fit()
+    assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
+    assert "max_steps=4: the run was begun with 2" in caplog.text and "missing" not in caplog.text
+
+
 def test_a_model_that_could_not_be_saved_is_not_said_to_be_of_the_run_before(copy, monkeypatch):
     longer = trainer(copy, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT | {"max_steps": 5})
     save = longer.save_model

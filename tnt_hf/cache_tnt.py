@@ -121,6 +121,9 @@ class TNTCache(DynamicCache):
     Args:
         config ([`TNTConfig`]): configuration of the model the cache is for.
 
+    Raises:
+        ValueError: another kind of configuration.
+
     ```python
     out = model.generate(input_ids, past_key_values=(cache := TNTCache(model.config)))
     cache.save("session.safetensors")
@@ -131,6 +134,8 @@ class TNTCache(DynamicCache):
     unusable: str | None = None  # why it cannot be gone on from
 
     def __init__(self, config: TNTConfig):
+        if not hasattr(config, "number_of_conv_states"):
+            raise ValueError(f"config={type(config).__name__}: must be the TNTConfig of the model the cache is for.")
         makers = {
             "full_attention": DynamicLayer,
             "sliding_attention": lambda: TNTWindowLayer(config.sliding_window),

@@ -42,7 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help="parameters, state bytes and FLOPs of a model or configuration")
     info.add_argument(
-        "config", metavar="MODEL", help=f"folder, .json or .yaml file, recipe, Hub id, or {', '.join(PRESETS)}"
+        "config",
+        metavar="MODEL",
+        help=f"folder, .json or .yaml file, recipe of a new model, Hub id, or {', '.join(PRESETS)}",
     )
     info.add_argument("overrides", metavar="FIELD=VALUE", nargs="*", help="any field of TNTConfig, value as in YAML")
     info.add_argument("--context", type=int, metavar="TOKENS", help="default: max_position_embeddings")

@@ -16,24 +16,19 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
-CHOICES = {
+CHOICES = {"variant": ("mag", "mal", "lmm", "mac"), "global_read": ("chunk_start", "current"),
     "memory_feature_map": ("silu", "identity", "quadratic", "polynomial"), "qk_projection": ("shard", "chunk", "none"),
     "memory_gate": ("add", "product", "published", "mix"), "memory_lr_scaling": ("capped", "none", "train_chunk"),
     "memory_implementation": ("auto", "chunk", "naive", "native", "triton"), "memory_activation": ("silu", "gelu"),
-    "variant": ("mag", "mal", "lmm", "mac"), "memory_projections": ("own", "shared"),
-    "global_read": ("chunk_start", "current"), "memory_rule": ("gradient", "omega", "muon"),
-    "memory_decay_target": ("init", "zero"),
-}  # fmt: skip
+    "memory_projections": ("own", "shared"), "memory_decay_target": ("init", "zero"),
+    "memory_rule": ("gradient", "omega", "muon")}  # fmt: skip
 # Names whose engine is not written yet: an explicit choice that cannot be honoured must raise.
-NOT_AVAILABLE = {
-    "variant": ("mac",), "memory_rule": ("omega", "muon"), "omega_window": range(2, 1 << 62),
-    "memory_feature_map": ("polynomial",),
-}  # fmt: skip
-AT_LEAST_1 = (
-    "vocab_size", "intermediate_size", "num_hidden_layers", "sliding_window", "global_chunk_size", "local_chunk_sizes",
-    "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "memory_depth",
-    "local_reset_interval", "memory_num_heads", "memory_head_dim", "memory_train_chunk_sizes", "omega_window",
-)  # fmt: skip
+NOT_AVAILABLE = {"variant": ("mac",), "memory_rule": ("omega", "muon"), "omega_window": range(2, 1 << 63),
+                 "memory_feature_map": ("polynomial",)}  # fmt: skip
+AT_LEAST_1 = ("vocab_size", "intermediate_size", "num_hidden_layers", "sliding_window", "omega_window", "head_dim",
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "memory_train_chunk_sizes",
+    "global_chunk_size", "local_chunk_sizes", "local_reset_interval", "memory_num_heads", "memory_head_dim",
+    "memory_depth")  # fmt: skip
 AT_LEAST_0, MEMORIES = ("num_persistent_tokens", "memory_conv_kernel"), {"global_chunk_size", "local_chunk_sizes"}
 DERIVED = {"memory_conv_kernel": ("memory_projections", {"own": 4, "shared": 0}.get),  # from which field, and how
            "memory_gate_init": ("memory_gate", {"add": 1.0, "mix": 0.5}.get),
@@ -221,6 +216,11 @@ class TNTConfig(PreTrainedConfig):
         self._resolve_layer_types()
         self.validate_architecture()
 
+    def save_pretrained(self, *args, **kwargs):
+        """As in the library, once every field is checked and resolved again: some may have been assigned to."""
+        self.resolve()
+        super().save_pretrained(*args, **kwargs)
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """Overrides take part in the construction, so that they are resolved and validated with the rest."""
@@ -252,8 +252,8 @@ class TNTConfig(PreTrainedConfig):
         for name in AT_LEAST_1 + AT_LEAST_0:
             values, least = getattr(self, name), int(name in AT_LEAST_1)
             for value in values if isinstance(values, (list, tuple)) else [values]:
-                if value is not None and (isinstance(value, bool) or value < least):
-                    self._fail(name, f"must be an integer of at least {least}")
+                if value is not None and (isinstance(value, bool) or not least <= value < 1 << 63):
+                    self._fail(name, f"must be an integer of at least {least} and below 2^63")
         rope = {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ROPE_NUMBERS}
         for name, x in ({name: getattr(self, name) for name in POSITIVE} | rope).items():
             wrong = isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < math.inf

@@ -226,7 +226,8 @@ def memory_chunkwise(
         ("omega_gate", omega_gate, (None,)),
     ):
         if not any(value is x or (type(value) is type(x) and value == x) for x in allowed):
-            raise ValueError(f"{name} must be one of {allowed} in this version, got {value!r}")
+            got = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name} must be one of {allowed} in this version, got {got}")
     check_inputs(
         q, k, v, lr, weights, momentum, decay, layernorm, residual, mask, segment_ids, initial_state, feature_map
     )

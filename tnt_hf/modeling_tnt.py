@@ -14,7 +14,7 @@ under `model.layers.N.memory` (branch_tnt).
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -402,7 +402,7 @@ class TNTPreTrainedModel(PreTrainedModel):
         """
         old = self.config.local_chunk_sizes
         count = len(old) if self.config.memory_layer_indices else 0
-        new = [sizes] if isinstance(sizes, int) else list(sizes)
+        new = list(sizes) if isinstance(sizes, Iterable) else [sizes]
         if new and not count:
             raise ValueError(f"local_chunk_sizes={sizes!r}: the model has no local memories.")
         new = new * count if len(new) == 1 else new
@@ -434,7 +434,7 @@ class TNTPreTrainedModel(PreTrainedModel):
         plan.pop(UNQUANTIZED, None)  # in half precision it is as wide as the rest
         return plan
 
-    def set_sliding_window(self, window: int | None, layers: list[int] | None = None) -> None:
+    def set_sliding_window(self, window: int | None, layers: int | list[int] | None = None) -> None:
         """
         Narrow attention to `window` tokens (the query's own included), or widen it to everything with `None`. A
         converted checkpoint starts with its source's attention, and a recipe narrows it while the memory learns.
@@ -447,8 +447,8 @@ class TNTPreTrainedModel(PreTrainedModel):
         """
         config, old = self.config, (self.config.sliding_window, list(self.config.layer_types))
         attending = [i for i in range(config.num_hidden_layers) if self._attends(i)]
-        layers = attending if layers is None else list(layers)
-        if unknown := sorted(set(layers) - set(attending)):
+        layers = attending if layers is None else list(layers) if isinstance(layers, Iterable) else [layers]
+        if unknown := [i for i in layers if i not in attending]:
             raise ValueError(f"layers={layers!r}: {unknown} are none of the layers {attending} that attend.")
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
             raise ValueError(f"sliding_window={window!r}: must be a positive integer (tokens) or None.")

@@ -13,7 +13,6 @@ Axis legend: B batch   T tokens
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion.families import tnt_config
+from tnt_hf.conversion.files import write_json
 from tnt_hf.recipes.benchmarks.measure import environment, summarise, take_turns
 from tnt_hf.recipes.demo_conversion import STUDENTS, ConversionPlan, teacher_config
 
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         report = {"environment": environment(args.seed), "targets": TARGETS, "models": found}
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(args.out, report)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ state.
 
 import argparse
 import copy
-import json
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
 from tnt_hf.cache_name_tnt import CACHE_NAME
+from tnt_hf.conversion.files import write_json
 from tnt_hf.memory_tnt import memory_chunkwise
 from tnt_hf.recipes.benchmarks.measure import environment, summarise, take_turns
 
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"({low:.3f} to {high:.3f}), target {TARGET}; state {sizes[0]} and {sizes[1]} bytes", flush=True)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(args.out, report)
 
 
 if __name__ == "__main__":

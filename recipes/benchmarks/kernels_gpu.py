@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
+from tnt_hf.conversion.files import write_json
 from tnt_hf.kernels_parts_tnt import unavailable
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 from tnt_hf.recipes.benchmarks.measure import environment, spread
@@ -255,7 +256,7 @@ def main(argv: list[str] | None = None) -> None:
             found = report["cases"][name][TIMED]
             timed = found != NOT_MEASURED and found.get("seconds", NOT_MEASURED) != NOT_MEASURED
             report["layer"][name] = attempt(layer, name, args) if timed else NOT_MEASURED
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(args.out, report)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from tnt_hf.conversion.files import write_json
 from tnt_hf.memory_tnt import memory_chunkwise
 from tnt_hf.recipes.benchmarks.measure import environment
 
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     print()
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(args.out, report)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """One JSON per run in a folder, so that a study can be stopped at any time and goes on where it was."""
 
 import json
-import os
 import re
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tnt_hf.conversion.files import write_json
 
 
 def path_of(folder: Path, name: str, seed: int) -> Path:
@@ -17,9 +18,7 @@ def path_of(folder: Path, name: str, seed: int) -> Path:
 def write(path: Path, content: dict) -> None:
     """All of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(scratch, path)
+    write_json(path, content)
 
 
 def read(folder: Path, name: str, seed: int, settings: dict) -> dict | None:

@@ -10,7 +10,6 @@ Last, whether two local memories of one chunk size should run as one scan with t
 """
 
 import argparse
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from tnt_hf import TNTConfig, TNTForCausalLM
+from tnt_hf.conversion.files import write_json
 from tnt_hf.memory_tnt import memory_chunkwise
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes import blocked_attention
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(args.out, report)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion import LiZACallback, LiZAConfig, inject, load_injected, lora_config
+from tnt_hf.conversion.files import write_json
 from tnt_hf.conversion.linear_attention import linear_attention
 from tnt_hf.conversion.schedules import mag_modules
 from tnt_hf.recipes.benchmarks.measure import environment
@@ -321,7 +322,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name}\n  tnt-hf  {results[0]}\n  TPTT    {entry['TPTT'][0] if theirs else NOT_MEASURED}", flush=True)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(args.out, report)
 
 
 if __name__ == "__main__":
