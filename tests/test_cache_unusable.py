@@ -96,3 +96,29 @@ def test_what_a_beam_search_leaves_is_not_gone_on_from(returned, tmp_path):
         cache.save(tmp_path / "session")
     cache.reset()
     cache.save(tmp_path / "session")
+
+
+@pytest.mark.parametrize("persistent", [0, 3])
+@torch.no_grad()
+def test_behind_padding_that_generate_read_positions_are_needed(persistent, tmp_path):
+    """`generate` does not count padding in front, a call without positions does, as in the base models."""
+    model, ids = tiny_model(num_persistent_tokens=persistent), tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    cache = TNTCache(model.config)
+    read = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    past = cache.get_seq_length()
+    cache.save(tmp_path / "session")
+    new = torch.cat([read[:, past:], tokens(2, 4)], 1)
+    everything = torch.cat([read[:, :past], new], 1)
+    mask = torch.cat([mask, torch.ones(2, everything.shape[1] - 9, dtype=torch.long)], 1)
+    alone = model(everything[:1, 4:]).logits[:, -4:]
+    for again in (cache, TNTCache.load(tmp_path / "session", model.config)):
+        call = {"input_ids": new, "attention_mask": mask, "past_key_values": again}
+        if not persistent:  # whose keys are not rotated: all count from a document's first token
+            with pytest.raises(ValueError, match=f"position_ids is None, but the {past} tokens in past_key_values"):
+                model(**call)
+            call["position_ids"] = (mask.cumsum(1) - 1)[:, past:]
+        torch.testing.assert_close(model(**call).logits[:1, -4:], alone, rtol=0, atol=1e-10)
+    begun = model(ids[1:, :5], position_ids=torch.arange(5)[None], use_cache=True).past_key_values
+    model(ids[1:, 5:], past_key_values=begun)  # given as they are without

@@ -145,6 +145,7 @@ class TNTCache(DynamicCache):
         Cache.__init__(self, layers=[makers[kind]() for kind in config.layer_types])
         self.fingerprint = _fingerprint(config)
         self.holds_padding = False
+        self.own_positions = False  # whether its tokens were placed otherwise than without `position_ids`
         self.unplaced: set[int] = set()  # layers of a loaded session that have not met their model yet
 
     def place(self, layer_idx: int, hidden_states: Tensor) -> None:
@@ -261,6 +262,7 @@ class TNTCache(DynamicCache):
             "format": SESSION_FORMAT,
             "config": json.dumps(self.fingerprint),
             "cumulative_lengths": json.dumps(lengths),
+            "own_positions": json.dumps(self.own_positions),
         }
         save_file(tensors, path, metadata=metadata)
 
@@ -294,6 +296,7 @@ class TNTCache(DynamicCache):
         cache = cls(filled_with)
         cache._fill(tensors, json.loads(metadata["cumulative_lengths"]), filled_with)
         cache.adapt(config)
+        cache.own_positions = json.loads(metadata.get("own_positions", "false"))  # which old sessions do not say
         cache.unplaced = set(range(len(cache.layers)))
         return cache
 

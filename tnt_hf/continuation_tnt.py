@@ -7,6 +7,7 @@ Axis legend
 Travels with every pushed checkpoint.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +151,38 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
             f"attention_mask is None or all ones, but some of the {past} tokens in {CACHE_NAME} are padding"
             f" (`generate` feeds rows that have ended padding): pass the mask of all {past + length} tokens."
         )
+
+
+def check_positions(
+    cache: Cache, past: int | Tensor, position_ids: Tensor | None, default: Callable[[], Tensor], valid: Tensor | None
+) -> None:
+    """
+    Tokens that follow are placed as those in the cache were.
+
+    Args:
+        default: gives the positions of a call without `position_ids`.
+        valid: `[B, T]`, `False` at padding.
+
+    Raises:
+        ValueError: no `position_ids` behind tokens that were given others than `default()`, as `generate` gives rows
+            that are padded in front: every key would be taken for one further away.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if not int(past):
+        cache.own_positions = position_ids is not None and differ(position_ids, default(), valid)
+    elif position_ids is None and getattr(cache, "own_positions", False):
+        raise ValueError(
+            f"position_ids is None, but the {int(past)} tokens in {CACHE_NAME} were given positions of their own, as"
+            " `generate` does with rows that are padded in front: pass those of the new tokens (with `generate`'s,"
+            " (attention_mask.cumsum(1) - 1)[:, -T:])."
+        )
+
+
+def differ(positions: Tensor, others: Tensor, valid: Tensor | None) -> bool:
+    """Whether two ways to place tokens differ at any that is no padding."""
+    different = positions.to(others.device) != others
+    return bool((different if valid is None else different & valid).any())
 
 
 def check_program(cache: Cache, position_ids: Tensor | None) -> None:

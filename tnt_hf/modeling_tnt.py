@@ -55,6 +55,7 @@ from .continuation_tnt import (
     check_continuation,
     check_kept,
     check_mask,
+    check_positions,
     check_program,
     check_usable,
     check_used,
@@ -543,7 +544,8 @@ class TNTModel(TNTPreTrainedModel):
 
         Raises:
             ValueError: both or none of `input_ids` and `inputs_embeds`; a cache that cannot hold a memory; a mask that
-                does not cover the cached tokens; packing together with a cache; another number of memories.
+                does not cover the cached tokens; packing together with a cache; no positions behind cached tokens that
+                were given their own; another number of memories.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             given = "none" if input_ids is None else "both"
@@ -570,7 +572,7 @@ class TNTModel(TNTPreTrainedModel):
             check_program(cache, position_ids)
         check_batch(cache, attention_mask, past, B, T)
 
-        segment_ids = None
+        segment_ids = known = None
         if cache is None or is_exporting() or not torch.compiler.is_compiling():
             known = attention_mask.get("memory") if isinstance(attention_mask, dict) else attention_mask
             known = known[:, -T:].to(torch.bool) if known is not None and known.ndim == 2 else None
@@ -586,9 +588,14 @@ class TNTModel(TNTPreTrainedModel):
         masks = attention_mask
         if not isinstance(masks, dict):
             masks = build_masks(self.config, inputs_embeds, attention_mask, cache, segment_ids)
-        if position_ids is None:
-            position_ids = (torch.arange(T, device=inputs_embeds.device) + past).unsqueeze(0)
-            position_ids = default_positions(self.config, position_ids, attention_mask, segment_ids)
+
+        def default() -> Tensor:
+            positions = (torch.arange(T, device=inputs_embeds.device) + past).unsqueeze(0)
+            return default_positions(self.config, positions, attention_mask, segment_ids)
+
+        if cache is not None:
+            check_positions(cache, past, position_ids, default, known)
+        position_ids = default() if position_ids is None else position_ids
         output_surprise = bool(self.config.output_surprise if output_surprise is None else output_surprise)
         memory_inputs = {
             "layout": layout,
