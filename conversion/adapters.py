@@ -30,7 +30,6 @@ from .inject import inject, unload
 from .injected_attention import is_injected
 from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
 from .language_model import language_model
-from .reload import load_injected
 
 
 MEMORY = "memory"
@@ -301,6 +300,3 @@ def _only_inside(targets: Any, parameters: Any, base: nn.Module) -> list[str]:
         if places and all(f".{MEMORY}." in f"{place}." for place in places):
             inside.append(target)
     return inside
-
-
-__all__ = ["InjectedLoraConfig", "get_tptt_model", "load_injected", "lora_config", "without_adapters"]

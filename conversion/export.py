@@ -21,7 +21,7 @@ from .families import FAMILIES, family_of, tnt_config
 from .files import flush, sha256
 from .injected_attention import is_injected
 from .injection_config import LiZAConfig, TNTInjectionConfig
-from .manifest import MANIFEST, file_entry, write_manifest
+from .manifest import file_entry, write_manifest
 from .staging import Staging, check_target, target_of
 
 
@@ -184,6 +184,3 @@ def _card(model: PreTrainedModel, config: TNTConfig, name: str) -> str:
     base = f"base_model: {origin}\n" if origin and not Path(origin).exists() else ""
     layers = ", ".join(map(str, config.memory_layer_indices))
     return CARD.format(base=base, name=name, family=model.config.model_type, layers=layers, version=__version__)
-
-
-__all__ = ["MANIFEST", "export_injected", "exported_config"]

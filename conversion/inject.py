@@ -19,7 +19,6 @@ from .injected_attention import PREFIX, enter_attention, enter_model, is_injecte
 from .injected_tnt import build_tnt
 from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
 from .liza import LiZAMemory
-from .schedules import mag_modules
 
 
 def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, seed: int = 0) -> PreTrainedModel:
@@ -186,6 +185,3 @@ def _remove_hooks(module: nn.Module) -> None:
     for key in [key for key, hook in module._forward_hooks.items() if hook is leave_model]:
         del module._forward_hooks[key]
         module._forward_hooks_with_kwargs.pop(key, None)
-
-
-__all__ = ["inject", "mag_modules", "set_max_self_attn_length", "unload"]

@@ -305,8 +305,7 @@ def _check_tensors(own: dict[str, tuple[int, ...]], stored: dict[str, Any], stra
             raise ValueError(f"{name}: tensor {key!r} has shape {stored[key].shape}, the model needs {shape}.")
 
 
-def _compare(saved: dict[str, Any] | None, other: dict[str, Any], name: str, field: str) -> None:
-    saved = saved or {}
+def _compare(saved: dict[str, Any], other: dict[str, Any], name: str, field: str) -> None:
     if different := [key for key in {**saved, **other} if saved.get(key) != other.get(key)]:
         key = different[0]
         raise ValueError(

@@ -9,7 +9,6 @@ any result usable (no look into the future, decoding equal to the forward pass, 
 promised always, and checked with the memory as it is and with its gates opened at random, so that it cannot hide.
 """
 
-import math
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -52,6 +51,7 @@ from .verify_measures import (
     move_to,
     next_token_loss,
     observe,
+    perplexity_of,
     rounding,
 )
 from .verify_probe import probe_ids
@@ -172,7 +172,6 @@ def _read_config(out: Path, rows: Report) -> TNTConfig | None:
         kept["type"] = fields.get("model_type")
         if kept["type"] == "tnt":
             kept["config"] = TNTConfig.from_dict(fields)
-            kept["config"].validate_architecture()
             if (stored := _dtype_of(kept["config"])) not in BYTES:
                 del kept["config"]
                 raise ValueError(f"dtype={stored!r}: must be one of {', '.join(BYTES)}")
@@ -275,7 +274,7 @@ def _observe_source(
     shown = check_padding(model, ids, found["text"][None], 0, MOST_ROUNDING)[1]["worst_token"]
     found["tolerance"], found["attention"] = rounding(found, model.dtype, shown), model.config._attn_implementation
     found["addresses"], found["padded rows"] = addresses(model), shown
-    return found | {"accounting": accounting | {"loss": loss, "perplexity": _exp(loss)}}
+    return found | {"accounting": accounting | {"loss": loss, "perplexity": perplexity_of(loss)}}
 
 
 def _check_result(
@@ -329,7 +328,7 @@ def _check_result(
     sizes = rows.measured("state size").get("at_tokens", {})
     accounting["kv_bytes"] = {n: x["kv_bytes"] for n, x in sizes.items()}
     loss = next_token_loss(full, ids)
-    accounting |= {"loss": loss, "perplexity": _exp(loss)}
+    accounting |= {"loss": loss, "perplexity": perplexity_of(loss)}
     what = "what each branch adds to the probe text (table below)"
     rows.check("branches", what, _ablations, model, ids, full, before["text"], unless="a measurement")
     return {"accounting": accounting, "ablations": rows.measured("branches")}
@@ -391,10 +390,11 @@ def _ablations(model, ids: Tensor, full: Tensor, source: Tensor) -> tuple[bool, 
             with off():
                 logits = forward(model, ids)
         loss, to_source = next_token_loss(logits, ids), difference(logits[0], source)
-        found[name] = {"loss": loss, "perplexity": _exp(loss), "kl_from_source": to_source.kl, "top1": to_source.top1}
+        found[name] = {
+            "loss": loss,
+            "perplexity": perplexity_of(loss),
+            "kl_from_source": to_source.kl,
+            "top1": to_source.top1,
+        }
         found[name]["kl_from_all_branches"] = difference(logits, full).kl
     return True, found
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

@@ -194,3 +194,8 @@ def rounding(found: dict[str, Tensor], dtype: torch.dtype, padded_rows: float) -
     first = max(1, len(short) - 3)
     shown = [difference(cached[:n], short[:n]).worst_token, difference(padding[:first], short[:first]).worst_token]
     return min(MOST_ROUNDING, max(ROUNDING[dtype], *(4 * x for x in [*shown, padded_rows])))
+
+
+def perplexity_of(loss: float) -> float:
+    """exp(loss), infinite where float64 ends; of nan it is nan."""
+    return math.inf if loss >= 700 else math.exp(loss)

@@ -1,26 +1,13 @@
-"""A byte-level BPE trained on the spot and windows of tokens; also the door to the corpus and to synthetic recall."""
+"""A byte-level BPE trained on the spot, and windows of tokens."""
 
 import re
 from typing import TYPE_CHECKING
-
-from tnt_hf.recipes.corpus import Corpus, is_held_out, read_corpus, source_files
-from tnt_hf.recipes.packing import IGNORED
-from tnt_hf.recipes.recall import Recall
 
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "IGNORED",
-    "Corpus",
-    "Recall",
-    "is_held_out",
-    "read_corpus",
-    "source_files",
-    "train_tokenizer",
-    "windows",
-]
+
 END_OF_TEXT = "<|endoftext|>"
 _LONG = re.compile(r"(\S{1000}|\s{1000})")  # training takes the cube of a word's length; what is no word is cut
 

@@ -160,9 +160,10 @@ def main(arguments: list[str] | None = None) -> int:
     if missing := [name for name in ("matplotlib", "tqdm") if find_spec(name) is None]:
         raise ValueError(f"tnt eval needs {', '.join(missing)}: pip install 'tnt-hf[train]'")
 
-    from tnt_hf.recipes.evaluation_model import load_model, training_note
+    from tnt_hf.recipes.evaluation_model import STDLIB, load_model, training_note
     from tnt_hf.recipes.evaluation_report import as_markdown, check_output, write_evaluation
     from tnt_hf.recipes.model_folder import is_of_ours
+    from tnt_hf.termination import orderly_termination
 
     if options.output is not None and not options.output.strip():
         raise ValueError(f"--output {options.output!r}: must name a folder; the working directory is '.'")
@@ -171,10 +172,18 @@ def main(arguments: list[str] | None = None) -> int:
         output = Path(options.model if local and is_of_ours(Path(options.model)) else "") / "evaluation"
     else:
         output = Path(options.output).expanduser()
+    if not options.data.strip():
+        raise ValueError(f"--data {options.data!r}: must name {STDLIB}, a file, a folder or a dataset")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed {options.seed}: must be at least 0 and below 2**32")
     data, written = Path(options.data).resolve(), output.resolve()
     if data.is_dir() and data in (written, *written.parents):
         raise ValueError(f"--output {output}: lies in the folder of --data, whose content it would change")
     check_output(output, options.overwrite)
+    note = None
+    if local:
+        held_out = _held_out(options.data, options.held_out)
+        note = training_note(Path(options.model), options.data, options.data_config, options.split, held_out)
     model, tokenizer = load_model(
         options.model,
         tokenizer=options.tokenizer,
@@ -187,6 +196,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         results = evaluate(model, tokenizer, **{name: getattr(options, name) for name in names.split()})
+    except IndexError as error:
+        if "index out of range" not in str(error):
+            raise
+        raise ValueError(f"MODEL {options.model}: its tokenizer gives ids that the model does not know") from error
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):
             raise
@@ -196,11 +209,14 @@ def main(arguments: list[str] | None = None) -> int:
         ["tnt", "eval", *(Path(x).name if Path(x).is_absolute() else x for x in arguments)]
     )
     results["model"] = Path(options.model).resolve().name if local else options.model
-    if local and {"perplexity", "ablations"} & set(results):
-        held_out = _held_out(options.data, options.held_out)
-        note = training_note(Path(options.model), options.data, options.data_config, options.split, held_out)
-        results |= {"warnings": [*results.get("warnings", []), note]} if note else {}
-    written = write_evaluation(output, results, options.overwrite)
+    if note and {"perplexity", "ablations"} & set(results):
+        results["warnings"] = [*results.get("warnings", []), note]
+    try:
+        with orderly_termination():
+            written = write_evaluation(output, results, options.overwrite)
+    except OSError as error:
+        print(as_markdown(results))  # what took its time is not lost with the disk
+        raise OSError(f"--output {output}: {error}") from error
     print(as_markdown(results))
     for task, reason in results.get("skipped", {}).items():
         print(f"{task} skipped: {reason}", file=sys.stderr)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
@@ -21,6 +20,7 @@ from tnt_hf.conversion import load_injected
 from tnt_hf.conversion.reload import ADAPTER_CONFIG
 from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, check_reachable, read_json
 from tnt_hf.recipes.data_files import SPLIT_NAMES
+from tnt_hf.recipes.loading_errors import reading
 from tnt_hf.recipes.model_card_tables import portable
 from tnt_hf.recipes.sources import read_texts
 
@@ -58,16 +58,13 @@ def load_model(
             check_reachable(place)
         except OSError as error:
             raise OSError(f"{option} {place}: {error}") from error
-    try:
+    if tokenizer and not Path(tokenizer).is_dir() and (Path(tokenizer).exists() or not HUB_ID.fullmatch(tokenizer)):
+        raise ValueError(f"--tokenizer {tokenizer}: is neither a folder nor a Hub id")
+    with reading(f"MODEL {name}"):
         model, base = _load(name, dtype, trust_remote_code)
         places = [tokenizer] if tokenizer else [name, base]
         place = next((place for place in places if any(_has(place, file) for file in TOKENIZER_FILES)), None)
         found = None if place is None else AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except (ImportError, OSError, ValueError) as error:  # the first of the attention that a configuration names
-        raise ValueError(f"MODEL {name}: {' '.join(str(error).split())}") from error
-    except (AttributeError, KeyError, RuntimeError, SafetensorError, TypeError) as error:  # what damaged files cause
-        kind, message = type(error).__name__, " ".join(str(error).split())
-        raise ValueError(f"MODEL {name}: cannot be read, {kind}: {message}") from error
     if tokenizer and found is None:
         raise ValueError(f"--tokenizer {tokenizer}: holds no tokenizer")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,6 +89,8 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[nn.Module, st
             check_reachable(base)
         except OSError as error:
             raise ValueError(f"base_model_name_or_path={base!r} of {ADAPTER_CONFIG}: {error}") from error
+        if Path(base).is_file():
+            raise ValueError(f"base_model_name_or_path={base!r} of {ADAPTER_CONFIG}: is a file")
     elif Path(name).is_dir() and not Path(name, "config.json").is_file():
         raise ValueError(f"holds neither config.json nor {ADAPTER_CONFIG}")
     config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
@@ -151,8 +150,7 @@ def documents_of(
     def read(text: str, limit: int, place: int) -> list[int]:
         part = text[: CHARACTERS_PER_TOKEN * limit]
         ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-        if ids and (highest := max(ids)) >= vocab_size:
-            raise ValueError(f"tokenizer: gives token id {highest}, the model knows {vocab_size}")
+        check_ids(ids, vocab_size)
         cut.pop(place, None)
         if len(ids) > limit or len(part) < len(text):
             cut[place] = text
@@ -177,6 +175,12 @@ def documents_of(
     return documents, {"documents": len(documents), "documents_cut": len(cut)}
 
 
+def check_ids(ids: list[int], vocab_size: int) -> None:
+    """Raises `ValueError` for a token id that the model does not know."""
+    if ids and (highest := max(ids)) >= vocab_size:
+        raise ValueError(f"tokenizer: gives token id {highest}, the model knows {vocab_size}")
+
+
 def training_note(folder: Path, data: str, config: str | None, split: str | None, held_out: float) -> str | None:
     """A warning if `training.json` says that the model was trained on the very documents it is evaluated on: of the
     same data, configuration and split, or of a folder in which they lie."""
@@ -184,13 +188,14 @@ def training_note(folder: Path, data: str, config: str | None, split: str | None
         training = json.loads((folder / "training.json").read_text(encoding="utf-8"))["data"]
         name, share = training["name"], training.get("eval_share") or 0.0
         used = training.get("config"), training.get("split") or "train"
+        known = {normpath(data), normpath(portable(data))}
+        same = [[SPLIT_NAMES.get(x, x) for x in choice] for choice in (used, (config, split or "train"))]
+        if normpath(name) in known:
+            trained_on = same[0] == same[1]
+        else:
+            trained_on = Path(name).is_dir() and Path(data).resolve().is_relative_to(Path(name).resolve())
+        if not trained_on or 0 < held_out <= share:
+            return None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not trained by a recipe
-    if normpath(name) in (normpath(data), normpath(portable(data))):
-        same = [[SPLIT_NAMES.get(x, x) for x in choice] for choice in (used, (config, split or "train"))]
-        trained_on = same[0] == same[1]
-    else:
-        trained_on = Path(name).is_dir() and Path(data).resolve().is_relative_to(Path(name).resolve())
-    if not trained_on or 0 < held_out <= share:
-        return None
     return f"the model was trained on {data} with eval_share={share}, so the text it is evaluated on is not held out"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tnt_hf.conversion.files import flush, write_json
 from tnt_hf.recipes.pictures import finish
 from tnt_hf.recipes.training_plots import spans_decades
 
@@ -56,7 +57,8 @@ def _written_here(output: Path) -> list[str]:
         found = json.loads((output / JSON).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return list(found.get("files", [])) if isinstance(found, dict) and found.get("format") == FORMAT else []
+    files = found.get("files") if isinstance(found, dict) and found.get("format") == FORMAT else None
+    return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
 
 
 def write_evaluation(output: Path, results: dict[str, Any], overwrite: bool = False) -> list[Path]:
@@ -71,8 +73,10 @@ def write_evaluation(output: Path, results: dict[str, Any], overwrite: bool = Fa
     """
     check_output(output, overwrite)
     pictures = [name for name, (section, _) in PICTURES.items() if results.get(section)]
-    stale = set(_written_here(output)) & {MARKDOWN, *PICTURES}
-    results = {**results, "files": [JSON, MARKDOWN, *pictures]}
+    names = [JSON, MARKDOWN, *pictures]
+    stale = sorted(set(_written_here(output)) & {MARKDOWN, *PICTURES} - set(names))
+    # While what was drawn of the older one is there, it belongs to this one: whoever breaks off leaves nobody's files.
+    results = {**results, "files": names + stale}
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tnt-eval-", dir=output) as folder:
         made = Path(folder)
@@ -81,14 +85,15 @@ def write_evaluation(output: Path, results: dict[str, Any], overwrite: bool = Fa
         for name in pictures:
             section, draw = PICTURES[name]
             _picture(draw, results[section], made / name)
-        for name in results["files"]:
-            with (made / name).open("rb") as file:
-                os.fsync(file.fileno())
-        for name in results["files"]:
+        for name in names:
+            flush(made / name)
+        for name in names:
             os.replace(made / name, output / name)
-    for name in stale - set(results["files"]):
+    for name in stale:
         (output / name).unlink(missing_ok=True)
-    return [output / name for name in results["files"]]
+    if stale:
+        write_json(output / JSON, {**results, "files": names})
+    return [output / name for name in names]
 
 
 # ------------------------------------------------------------------------------------------------------------ Markdown

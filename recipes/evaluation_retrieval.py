@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tnt_hf.recipes.data import IGNORED, Recall
 from tnt_hf.recipes.evaluation_perplexity import buckets
 from tnt_hf.recipes.memory_statistics import host_of
+from tnt_hf.recipes.packing import IGNORED
+from tnt_hf.recipes.recall import Recall
 
 
 # The pass key of Mohtashami and Jaggi (arXiv 2305.16300), mentioned once.

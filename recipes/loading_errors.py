@@ -1,13 +1,23 @@
-"""Errors of loading, as a recipe tells them."""
+"""Errors of files that others made, in one line."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from tnt_hf.conversion.source import check_reachable
 from tnt_hf.recipes.arguments import NEW_MODELS
+
+
+@contextmanager
+def reading(what: str, failed: str = "cannot be read") -> Iterator[None]:
+    """Whatever a damaged file, configuration, tokenizer or template causes is a `ValueError` that names `what`."""
+    try:
+        yield
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
+    except Exception as error:  # of many libraries, each with its own
+        raise ValueError(f"{what}: {failed}, {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 
 @contextmanager
@@ -26,8 +36,8 @@ def naming(field: str, name: str, attention: str | None = None):
         if attention is not None:
             field, name = "attn_implementation", attention
         raise ValueError(f"{field}={name!r}: {error}") from error
-    except (AssertionError, KeyError, RuntimeError, SafetensorError) as error:  # what damaged files cause
-        first = str(error).strip().partition("\n")[0][:300]
-        raise ValueError(f"{field}={name!r}: cannot be read, {type(error).__name__}: {first}") from error
     except ValueError as error:
         raise ValueError(f"{field}={name!r}: {error}") from error
+    except Exception as error:  # what damaged files cause in many libraries
+        first = str(error).strip().partition("\n")[0][:300]
+        raise ValueError(f"{field}={name!r}: cannot be read, {type(error).__name__}: {first}") from error

@@ -19,6 +19,7 @@ from tnt_hf import TNTConfig, __version__
 from tnt_hf.conversion.files import sha256
 from tnt_hf.conversion.manifest import MANIFEST, file_entry, read_manifest, write_manifest
 from tnt_hf.conversion.source import read_source
+from tnt_hf.recipes.loading_errors import reading
 from tnt_hf.recipes.model_card_sections import (
     architecture,
     evaluation_results,
@@ -55,6 +56,11 @@ def model_card(folder: str | os.PathLike, name: str, *, license: str | None = No
         ValueError, OSError: see [`read_model`].
     """
     model = read_model(folder)
+    with reading(f"{folder}: training.json, {MANIFEST} or its evaluation"):
+        return _model_card(model, name, license)
+
+
+def _model_card(model: Model, name: str, license: str | None) -> str:
     if model.kind == "tnt" and model.is_as_converted and "source" in model.conversion:
         return _signed(_card_of_conversion(model, name, license))
     parts = sections(TEMPLATE.read_text(encoding="utf-8"))

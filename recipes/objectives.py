@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tnt_hf.recipes.data import IGNORED
+from tnt_hf.recipes.packing import IGNORED
 
 
 def is_scored(labels: Tensor) -> Tensor:

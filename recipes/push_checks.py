@@ -18,6 +18,7 @@ from tnt_hf.conversion.reload import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_injec
 from tnt_hf.conversion.shards import inspect
 from tnt_hf.conversion.source import COMPANIONS, INDEX, TEMPLATES, TEXTS, inside, read_header, read_json, read_source
 from tnt_hf.recipes.encoding import vocabulary_size
+from tnt_hf.recipes.loading_errors import reading
 from tnt_hf.recipes.model_card_tables import portable, portable_command
 from tnt_hf.recipes.model_folder import EVALUATION, TRAINING, Model
 
@@ -106,15 +107,8 @@ def _follow(folder: Path, module: str, found: dict[str, ast.Module]) -> None:
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{folder}/{path.name}: is no Python ({error})") from error
     for node in ast.walk(found[module]):
-        # `kernels_tnt` and its like are imported where they exist, under a guard; then their absence is no mistake.
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-            if (folder / f"{node.module}.py").is_file() or not _is_guarded(found[module], node):
-                _follow(folder, node.module, found)
-
-
-def _is_guarded(tree: ast.Module, node: ast.ImportFrom) -> bool:
-    tries = [x for x in ast.walk(tree) if isinstance(x, ast.Try)]
-    return any(node is inner for x in tries for statement in x.body for inner in ast.walk(statement))
+            _follow(folder, node.module, found)
 
 
 def check_files(model: Model, files: dict[str, Path]) -> list[str]:
@@ -168,9 +162,10 @@ def _check_json(name: str, content: bytes) -> None:
 def _check_complete(model: Model) -> None:
     """The tensors are those of the model that the configuration describes, name by name and shape by shape."""
     if model.kind == "injected":
-        load_injected(model.folder)  # compares every tensor itself, which it must load for that
+        with reading(str(model.folder)):
+            load_injected(model.folder)  # compares every tensor itself, which it must load for that
         return
-    with torch.device("meta"):
+    with reading(f"{model.folder}/config.json"), torch.device("meta"):
         config = TNTConfig.from_dict(dict(model.config))
         config._attn_implementation = "eager"  # whatever it names, of which this machine may lack the package
         built = TNTForCausalLM(config)

@@ -19,6 +19,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import TrainerCallback
 
+from tnt_hf.conversion.verify_measures import perplexity_of
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule, Printer, Progress, WindowDropout
 from tnt_hf.recipes.environment import peak_memory_bytes
 from tnt_hf.recipes.exact_resume import ResumableTrainer
@@ -186,7 +187,7 @@ class RecipeTrainer(ResumableTrainer):
                 if then != now:  # the best weights were evaluated with other chunks than the model is saved with
                     metrics["eval_loss"] = self.evaluate()["eval_loss"]
         if "eval_loss" in metrics:
-            metrics["perplexity"] = _exp(metrics["eval_loss"])
+            metrics["perplexity"] = perplexity_of(metrics["eval_loss"])
         return metrics
 
     def _draw(self) -> None:
@@ -326,7 +327,7 @@ class RecipeTrainer(ResumableTrainer):
             for callback in self._window_dropouts():
                 logs["window_dropout"] = callback.share(earlier, self.state.global_step)
         if "eval_loss" in logs:
-            logs["eval_perplexity"] = _exp(logs["eval_loss"])
+            logs["eval_perplexity"] = perplexity_of(logs["eval_loss"])
         logs |= self._memory_log
         self._memory_log = {}
         super().log(logs, start_time)
@@ -372,7 +373,3 @@ class RecipeTrainer(ResumableTrainer):
         sums = self.accelerator.gather_for_metrics(sums).cpu().double().sum(0)
         self._evaluated += sums
         return (sums[0] / sums[1].clamp(min=1)).float().to(self.args.device), None, None
-
-
-def _exp(loss: float) -> float:
-    return math.inf if loss >= 700 else math.exp(loss)  # and of nan it is nan

@@ -8,10 +8,10 @@ from tiny_hosts import tiny_host
 from transformers import Trainer, TrainingArguments
 
 from tnt_hf.conversion.adapters import get_tptt_model
-from tnt_hf.conversion.inject import inject, mag_modules
+from tnt_hf.conversion.inject import inject
 from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig
 from tnt_hf.conversion.reload import load_injected
-from tnt_hf.conversion.schedules import LiZACallback
+from tnt_hf.conversion.schedules import LiZACallback, mag_modules
 
 
 LIZA = LiZAConfig(operator="delta_rule", gate="learned", chunk_size=8)

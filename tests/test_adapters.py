@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tnt_hf.conversion.adapters import get_tptt_model, lora_config, without_adapters
 from tnt_hf.conversion.architectures import ARCHITECTURES
-from tnt_hf.conversion.inject import inject, mag_modules, set_max_self_attn_length, unload
+from tnt_hf.conversion.inject import inject, set_max_self_attn_length, unload
 from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig
 from tnt_hf.conversion.reload import load_injected
+from tnt_hf.conversion.schedules import mag_modules
 
 
 IDS = tokens(2, 19)

@@ -280,3 +280,16 @@ def test_a_file_of_no_suite_is_not_drawn(tmp_path, capsys):
     (tmp_path / "x.json").write_text('{"suite": "speed"}')
     assert main(["bench", "plot", str(tmp_path / "x.json")]) == 2
     assert "suite='speed'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "null", "{", '{"suite": []}', '{"suite": "liza", "complete": true, "rows": 5}', '{"rows": {}}']
+)
+def test_a_damaged_result_is_named_and_stays(text, tmp_path, capsys):
+    path = tmp_path / "liza.json"
+    path.write_text(text)
+    assert main(["bench", "plot", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
+    assert bench("liza", tmp_path) == 2
+    assert f"{path} is no result of a suite; replace it with --overwrite: " in capsys.readouterr().err
+    assert path.read_text() == text

@@ -1,6 +1,7 @@
 """The command line: `tnt info` against counts done by hand, `tnt generate`, and honest refusals."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -333,6 +334,37 @@ def test_an_empty_name_is_not_the_working_directory(command, model_folder, monke
 def test_generate_names_the_mistake(model_folder, mistake, capsys):
     assert main(["generate", model_folder, "--prompt", "abc", *mistake.split(" ")]) == 2
     assert mistake.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no') }}", "{{ nothing.x }}"])
+def test_a_template_that_fails_is_one_line(model_folder, tmp_path, template, capsys):
+    shutil.copytree(model_folder, tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert main(["generate", str(tmp_path / "model"), "--prompt", "hi", "--chat"]) == 2
+    assert f"--chat: the template of {tmp_path / 'model'}: fails, " in capsys.readouterr().err
+
+
+def test_generate_names_weights_that_are_no_numbers_and_tokens_that_are_unknown(model_folder, tmp_path, capsys):
+    folder = str(shutil.copytree(model_folder, tmp_path / "model"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+    assert main(["generate", folder, "--prompt", "abc<new>"]) == 2
+    assert f"tokenizer: gives token id {len(tokenizer) - 1}, the model knows " in capsys.readouterr().err
+    model = TNTForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data[0] = math.nan
+    model.save_pretrained(folder)
+    for more in ([], ["--temperature", "1"]):
+        assert main(["generate", folder, "--prompt", "abc", *more]) == 2
+        assert f"MODEL {folder}: its logits are not finite" in capsys.readouterr().err
+    shutil.copytree(model_folder, folder, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    for field, value in (("max_time", "a"), ("num_beams", 4)):
+        (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings | {field: value}))
+        status = main(["generate", folder, "--prompt", "abc", "--max-new-tokens", "4"])
+        assert status == (2 if field == "max_time" else 0), field
 
 
 def test_generate_takes_any_causal_language_model_and_refuses_what_it_cannot_use(model_folder, tmp_path, capsys):

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tnt_hf.recipes.arguments import DataArguments, ModelArguments
-from tnt_hf.recipes.data import read_corpus, train_tokenizer
+from tnt_hf.recipes.corpus import read_corpus
+from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.data_files import data_files
 from tnt_hf.recipes.encoding import TextEncoder, pieces_of, tokenizer_digest, vocabulary_size
 from tnt_hf.recipes.file_formats import records

@@ -14,10 +14,13 @@ import pytest
 import torch
 
 from tnt_hf.recipes import demo
-from tnt_hf.recipes.data import IGNORED, Recall, is_held_out, read_corpus, train_tokenizer, windows
+from tnt_hf.recipes.corpus import is_held_out, read_corpus
+from tnt_hf.recipes.data import train_tokenizer, windows
 from tnt_hf.recipes.demo_conversion import STUDENTS
 from tnt_hf.recipes.demo_conversion_report import LABELS, draw
 from tnt_hf.recipes.demo_jobs import run_jobs, shuffled
+from tnt_hf.recipes.packing import IGNORED
+from tnt_hf.recipes.recall import Recall
 
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])

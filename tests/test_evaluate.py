@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import warnings
 
@@ -12,12 +13,20 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_hosts import OPEN_LIZA
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.cli import main as tnt
 from tnt_hf.conversion import convert_checkpoint, inject, lora_config
-from tnt_hf.recipes.data import read_corpus, train_tokenizer
+from tnt_hf.recipes.corpus import read_corpus
+from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.evaluate import TASKS, evaluate
 from tnt_hf.recipes.evaluation_model import documents_of, load_model, texts_of, training_note
 from tnt_hf.recipes.evaluation_perplexity import perplexity
@@ -462,3 +471,59 @@ def test_an_earlier_evaluation_survives_a_failure(tmp_path, evaluated):
     with pytest.raises(KeyError):
         write_evaluation(tmp_path, broken, overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_an_evaluation_that_broke_off_while_it_replaced_another_blocks_none(tmp_path, evaluated, monkeypatch):
+    results, _ = evaluated
+    assert {"perplexity.png", "cost.png"} <= {path.name for path in write_evaluation(tmp_path, results)}
+    left = {name: x for name, x in results.items() if name not in ("perplexity", "ablations", "recall", "passkey")}
+    replaced = []
+
+    def killed(source, target, replace=os.replace):
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(replace(source, target))
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", killed)
+        write_evaluation(tmp_path, left, overwrite=True)
+    written = write_evaluation(tmp_path, left, overwrite=True)
+    assert sorted(written) == sorted(tmp_path.iterdir())
+    assert json.loads((tmp_path / "evaluation.json").read_text())["files"] == [path.name for path in written]
+
+
+@pytest.mark.parametrize("files", [5, None, {"a": 1}, [5]])
+def test_a_list_of_files_that_is_none_names_none(files, tmp_path, evaluated):
+    (tmp_path / "evaluation.json").write_text(json.dumps({"format": FORMAT, "files": files}))
+    with pytest.raises(FileExistsError, match="evaluation.json: was not written by tnt eval"):
+        write_evaluation(tmp_path, evaluated[0], overwrite=True)
+
+
+@pytest.mark.parametrize("data", [5, {"name": 5}, {"name": "python-stdlib", "eval_share": "x"},
+                                  {"name": "python-stdlib", "split": [5]}, {"name": ["a"]}], ids=str)  # fmt: skip
+def test_what_a_hand_edited_record_says_of_the_data_costs_no_evaluation(data, tmp_path):
+    (tmp_path / "training.json").write_text(json.dumps({"data": data}))
+    assert training_note(tmp_path, "python-stdlib", None, None, 0.05) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [("config.json", "hidden_size", "abc"), ("config.json", "layer_types", ["a"]),
+     ("config.json", "pad_token_id", 999), ("config.json", "rope_parameters", 5), ("tokenizer.json", "model", {})],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["tnt", "llama"])
+def test_a_field_of_another_type_is_one_line_that_names_the_model(folder, tmp_path, file, field, value, kind):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    if kind == "llama":
+        small = {"vocab_size": V, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        LlamaForCausalLM(LlamaConfig(**small, num_attention_heads=1)).save_pretrained(copy)
+    fields = json.loads((copy / file).read_text())
+    (copy / file).write_text(json.dumps(fields | {field: value}))
+    with pytest.raises(ValueError, match=f"^MODEL {copy}: "):
+        load_model(str(copy))
+
+
+def test_a_tokenizer_that_is_a_file_is_named_at_once(folder, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="--tokenizer .*file: is neither a folder nor a Hub id"):
+        load_model(str(folder), tokenizer=str(tmp_path / "file"))

@@ -17,7 +17,7 @@ from tnt_hf import TNTForCausalLM, memory_state_bytes
 from tnt_hf.conversion import inject
 from tnt_hf.conversion.ablations import ablations, gates
 from tnt_hf.recipes import evaluation_cost
-from tnt_hf.recipes.data import Recall, train_tokenizer
+from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.evaluation_cost import DECODED, cache_bytes, cost_at, cost_result
 from tnt_hf.recipes.evaluation_perplexity import (
     Rows,
@@ -39,6 +39,7 @@ from tnt_hf.recipes.evaluation_retrieval import (
     recall_result,
     recall_vocabulary,
 )
+from tnt_hf.recipes.recall import Recall
 
 
 @pytest.fixture(scope="module")

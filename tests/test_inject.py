@@ -24,11 +24,12 @@ from transformers import (
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import convert_checkpoint, inject, unload
 from tnt_hf.conversion.architectures import ARCHITECTURES, Heads
-from tnt_hf.conversion.inject import mag_modules, set_max_self_attn_length
+from tnt_hf.conversion.inject import set_max_self_attn_length
 from tnt_hf.conversion.injected_attention import narrow
 from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
 from tnt_hf.conversion.linear_attention import feature_map, linear_attention
 from tnt_hf.conversion.liza import LiZAMemory
+from tnt_hf.conversion.schedules import mag_modules
 
 
 # float64 models, but the hosts' norms, RoPE and softmax round to float32 on the way.

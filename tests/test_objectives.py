@@ -8,7 +8,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import LiZAConfig, TNTInjectionConfig, inject, lora_config
-from tnt_hf.recipes.data import IGNORED
 from tnt_hf.recipes.objectives import (
     OBJECTIVES,
     alignment,
@@ -19,6 +18,7 @@ from tnt_hf.recipes.objectives import (
     with_memory,
 )
 from tnt_hf.recipes.optimization import KINDS, decays, kind_of, parameter_groups
+from tnt_hf.recipes.packing import IGNORED
 
 
 SIZES = {

@@ -72,3 +72,8 @@ def test_a_package_that_is_not_there_is_named():
             check_reports([name])
     with pytest.raises(ValueError, match="wnadb is not supported"):
         check_reports(["wnadb"])
+
+
+def test_a_package_that_nobody_knows_is_named():
+    with pytest.raises(ValueError, match=r"report_to=\['papers'\]: papers is not supported"):
+        check_reports(["papers"])

@@ -439,7 +439,6 @@ def test_a_folder_of_something_else_is_left_alone(folder, capsys):
         (f"--model tnt {NEW} {MEMORY} --chunk_size_schedule.1 4", "names step 1, but the run has 1 steps"),
         (f"--model tnt {NEW} {MEMORY} --chunk_size_schedule.0 7", "chunk_size_schedule: from step 0: "),
         (f"--model tnt {NEW} {MEMORY} --mag_schedule.mode ramp", "in a recipe give --mag_schedule null"),
-        ("--model teacher --report_to papers", "report_to=['papers']: papers is not supported"),
         ("--model teacher --window_dropout 0.5", "window_dropout: no layer of LlamaForCausalLM has a sliding window"),
         ("--mode sft --model teacher --dataset_name text", "messages"),
     ],

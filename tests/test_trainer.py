@@ -23,6 +23,7 @@ from transformers import (
 import tnt_hf
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import lora_config
+from tnt_hf.conversion.verify_measures import perplexity_of
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule, Printer, Progress, WindowDropout
 from tnt_hf.recipes.exact_resume import LOG
 from tnt_hf.recipes.finite import stop_if_not_finite
@@ -30,7 +31,7 @@ from tnt_hf.recipes.objectives import next_token
 from tnt_hf.recipes.optimization import parameter_groups
 from tnt_hf.recipes.packing import RowCollator, assemble
 from tnt_hf.recipes.train import run_steps
-from tnt_hf.recipes.trainer import RecipeTrainer, _exp
+from tnt_hf.recipes.trainer import RecipeTrainer
 
 
 NO_SAVE = {"save_strategy": "no", "max_steps": 2}
@@ -268,7 +269,7 @@ def test_the_log_file_holds_null_for_what_is_no_number(tmp_path):
     for line in lines[-2:]:
         entry = json.loads(line)
         assert entry["grad_norm"] is entry["other"] is entry["eval_perplexity"] is None and entry["eval_loss"] == 1e3
-    assert math.isnan(_exp(math.nan)) and _exp(math.inf) == math.inf and _exp(0.0) == 1
+    assert math.isnan(perplexity_of(math.nan)) and perplexity_of(math.inf) == math.inf and perplexity_of(0.0) == 1
 
 
 def test_what_gets_no_gradient_is_named(tmp_path, caplog):

@@ -273,7 +273,8 @@ class TNTCache(DynamicCache):
         are, and to the precision in which it goes on.
 
         Raises:
-            ValueError: no such session, one of another architecture (the differing field is named), or a damaged one.
+            ValueError: no session, one of another architecture (the differing field is named), or a damaged one.
+            OSError: it cannot be read.
         """
         try:
             device = torch.device(device)

@@ -318,9 +318,10 @@ def run_info(options) -> None:
 
 def run_generate(options) -> None:
     """`tnt generate`: prints the continuation token by token."""
-    from transformers import TextStreamer, set_seed
+    from transformers import LogitsProcessorList, TextStreamer, set_seed
 
-    from tnt_hf.recipes.evaluation_model import load_model
+    from tnt_hf.recipes.evaluation_model import check_ids, load_model
+    from tnt_hf.recipes.loading_errors import reading
     from tnt_hf.recipes.memory_statistics import host_of
     from tnt_hf.settings import check_text
 
@@ -348,17 +349,28 @@ def run_generate(options) -> None:
         raise ValueError(f"--chat: the tokenizer of {options.model} has no chat template")
     if options.chat:  # the template writes begin and end itself
         said = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        with reading(f"--chat: the template of {options.model}", "fails"):
+            prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
     as_it_is = {"add_special_tokens": not options.chat, "return_token_type_ids": False}
     inputs = tokenizer(prompt, return_tensors="pt", **as_it_is).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError(f"--prompt {prompt!r}: holds no token")
+    check_ids(inputs["input_ids"][0].tolist(), model.get_input_embeddings().num_embeddings)
     sampling = {"do_sample": False}
     if options.temperature > 0:
         sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     set_seed(options.seed)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    model.generate(**inputs, **sampling, max_new_tokens=options.max_new_tokens, streamer=streamer)
+    how = {"max_new_tokens": options.max_new_tokens, "num_beams": 1, "tokenizer": tokenizer, "streamer": streamer}
+    with reading(f"MODEL {options.model}", "cannot generate"):
+        model.generate(**inputs, **sampling, **how, logits_processor=LogitsProcessorList([_refuse_nan]))
+
+
+def _refuse_nan(input_ids, scores):
+    """A `LogitsProcessor`: of a model with weights that are no numbers every choice is the first token."""
+    if scores.isnan().any():
+        raise ValueError("its logits are not finite")
+    return scores
 
 
 def run_delegated(options) -> int | None:

@@ -44,10 +44,8 @@ class Coef(NamedTuple):
     def part(self, where: slice) -> "Coef":
         return Coef(*(None if x is None else x[where] for x in self))
 
-    def shrunk(self, scale: Tensor | None) -> "Coef":
+    def shrunk(self, scale: Tensor) -> "Coef":
         """With every gradient g_i times scale_i, `[P, C]`: c and s_end are linear in theta_i."""
-        if scale is None:
-            return self
         c, s_end = self.c, self.s_end
         return self._replace(
             theta=self.theta * scale,

@@ -508,7 +508,9 @@ class TNTModel(TNTPreTrainedModel):
         super().__init__(config)
         config.resolve()  # its fields may have changed since it was made
         self.memory_count = len(config.memory_specs)  # the sizes of their chunks may change, their number not
-        self.padding_idx = config.pad_token_id
+        if (pad := config.pad_token_id) is not None and not -config.vocab_size <= pad < config.vocab_size:
+            raise ValueError(f"TNTConfig.pad_token_id={pad}: must be below vocab_size={config.vocab_size}.")
+        self.padding_idx = pad
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList([TNTDecoderLayer(config, i) for i in range(config.num_hidden_layers)])

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.recipes import blocked_attention
+from tnt_hf.recipes.benchmarks.train_models import parameters_of
 from tnt_hf.recipes.corpus import Corpus
 from tnt_hf.recipes.data import train_tokenizer, windows
 from tnt_hf.recipes.demo_conversion import measured_on
@@ -108,12 +109,6 @@ def config_of(name: str, plan: Plan, intermediate_size: int | None = None) -> TN
         "memory_grad_bound": plan.grad_bound,
     }
     return TNTConfig(**fields | VARIANTS[name])
-
-
-def parameters_of(config: TNTConfig) -> int:
-    """Parameters of a model, without making it."""
-    with torch.device("meta"):
-        return TNTForCausalLM(config).num_parameters()
 
 
 def equal_configs(plan: Plan) -> dict[str, TNTConfig]:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from tnt_hf.recipes.loading_errors import reading
 from tnt_hf.recipes.pictures import finish
 
 
@@ -147,15 +148,19 @@ def draw_file(result: Path, picture: Path | None = None) -> Path:
     Raises:
         ValueError: the file is no finished result of a suite.
     """
-    report = json.loads(result.read_text())
-    name = report.get("suite")
-    if name not in SUITES:
+    with reading(f"{result} is no result of a suite"):
+        report = json.loads(result.read_text())
+        name, complete = report.get("suite"), report.get("complete")
+        known = name in SUITES
+    if not known:
         raise ValueError(f"{result} has suite={name!r}: must be one of {', '.join(SUITES)}")
-    if not report["complete"]:
+    if not complete:
         raise ValueError(f"{result} is unfinished: start the suite {name} again with the same settings")
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    return finish(SUITES[name](report, plt), picture or result.with_suffix(".png"))
+    with reading(f"{result} is no result of the suite {name}"):
+        figure = SUITES[name](report, plt)
+    return finish(figure, picture or result.with_suffix(".png"))

@@ -24,6 +24,7 @@ import tnt_hf.recipes
 from tnt_hf.recipes.benchmarks.measure import environment
 from tnt_hf.recipes.benchmarks.miniature_runs import write
 from tnt_hf.recipes.benchmarks.settings import Settings
+from tnt_hf.recipes.loading_errors import reading
 
 
 # What two parts of one result must have in common; the date and the commit of a text change nothing.
@@ -59,11 +60,14 @@ def start(path: Path, head: dict[str, Any], overwrite: bool) -> dict[str, Any]:
     """
     if overwrite or not path.exists():
         return head | {"complete": False, "rows": {}}
-    found = json.loads(path.read_text())
-    if found.get("complete", True):
+    with reading(f"{path} is no result of a suite; replace it with --overwrite"):
+        found = json.loads(path.read_text())
+        complete = found["complete"]
+        changed = [name for name in ("suite", "settings") if found[name] != head[name]]
+        changed += [name for name in SAME if found["environment"][name] != head["environment"][name]]
+        dict(found["rows"])
+    if complete:
         raise ValueError(f"{path} exists: choose another --out, or replace it with --overwrite")
-    changed = [name for name in ("suite", "settings") if found[name] != head[name]]
-    changed += [name for name in SAME if found["environment"][name] != head["environment"][name]]
     if changed:
         raise ValueError(f"{path} is unfinished, of another {', '.join(changed)}: start anew with --overwrite")
     return found
