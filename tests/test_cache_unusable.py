@@ -116,7 +116,7 @@ def test_behind_padding_that_generate_read_positions_are_needed(persistent, tmp_
     for again in (cache, TNTCache.load(tmp_path / "session", model.config)):
         call = {"input_ids": new, "attention_mask": mask, "past_key_values": again}
         if not persistent:  # whose keys are not rotated: all count from a document's first token
-            with pytest.raises(ValueError, match=f"position_ids is None, but the {past} tokens in past_key_values"):
+            with pytest.raises(ValueError, match=f"position_ids is None, but the {past} tokens in {CACHE_NAME}"):
                 model(**call)
             call["position_ids"] = (mask.cumsum(1) - 1)[:, past:]
         torch.testing.assert_close(model(**call).logits[:1, -4:], alone, rtol=0, atol=1e-10)
