@@ -14,6 +14,8 @@ def reading(what: str, failed: str = "cannot be read") -> Iterator[None]:
     """Whatever a damaged file, configuration, tokenizer or template causes is a `ValueError` that names `what`."""
     try:
         yield
+    except BrokenPipeError:  # of whoever read the output
+        raise
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
     except Exception as error:  # of many libraries, each with its own

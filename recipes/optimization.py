@@ -100,7 +100,7 @@ def try_optimizer(trainer: Trainer) -> None:
         optimizer = kind([{"params": [nn.Parameter(torch.zeros(1))]}], **options)
         steps = max(args.max_steps, 1)
         schedule = trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
-        for step in (0, steps):
+        for step in (0, steps) if args.max_steps > 0 else ():  # a run in epochs does not know its length yet
             for factor_at in getattr(schedule, "lr_lambdas", ()):
                 if not 0 <= (factor := factor_at(step)) < math.inf:
                     raise ValueError(f"the schedule multiplies the rate by {factor} in step {step}")

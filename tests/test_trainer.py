@@ -378,6 +378,10 @@ def test_filler_is_no_token_that_was_trained_on(tmp_path):
     assert run.state.num_input_tokens_seen == 2 * (20 + 31 + 32 + 32)
 
 
+def test_a_schedule_over_epochs_is_not_tried_at_a_length_that_is_not_known(tmp_path):
+    trainer(tmp_path, max_steps=-1, warmup_steps=0.1, lr_scheduler_type="polynomial")
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("batch", "accumulation", "epochs"), [(5, 1, 3), (4, 2, 1), (7, 3, 0.5), (20, 1, 1.4)])
 def test_the_steps_that_are_announced_are_those_of_the_library(tmp_path, drop_last, batch, accumulation, epochs):

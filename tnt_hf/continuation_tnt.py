@@ -167,7 +167,7 @@ def check_positions(
         ValueError: no `position_ids` behind tokens that were given others than `default()`, as `generate` gives rows
             that are padded in front: every key would be taken for one further away.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (position_ids is not None and position_ids.is_meta):
         return
     if not int(past):
         cache.own_positions = position_ids is not None and differ(position_ids, default(), valid)
