@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
             written = write_evaluation(output, results, options.overwrite)
     except OSError as error:
         print(as_markdown(results))  # what took its time is not lost with the disk
-        raise OSError(f"--output {output}: {error}") from error
+        raise OSError(str(error) if str(output) in str(error) else f"--output {output}: {error}") from error
     print(as_markdown(results))
     for task, reason in results.get("skipped", {}).items():
         print(f"{task} skipped: {reason}", file=sys.stderr)

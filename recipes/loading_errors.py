@@ -11,13 +11,14 @@ from tnt_hf.recipes.arguments import NEW_MODELS
 
 @contextmanager
 def reading(what: str, failed: str = "cannot be read") -> Iterator[None]:
-    """Whatever a damaged file, configuration, tokenizer or template causes is a `ValueError` that names `what`."""
+    """What a damaged file, configuration, tokenizer or template causes is a `ValueError` that names `what` once."""
     try:
         yield
     except BrokenPipeError:  # of whoever read the output
         raise
     except (ImportError, OSError, ValueError) as error:
-        raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
+        said = " ".join(str(error).split())
+        raise ValueError(said if said.startswith(what) else f"{what}: {said}") from error
     except Exception as error:  # of many libraries, each with its own
         raise ValueError(f"{what}: {failed}, {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 

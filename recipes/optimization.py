@@ -7,6 +7,7 @@ mean something by themselves, and decay would pull them to zero.
 import copy
 import math
 import re
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,6 +82,15 @@ def parameter_groups(
     return [group for group in groups.values() if group["params"]]
 
 
+def run_steps(args: Any, rows: Any) -> int:
+    """Optimizer steps of the run, as `Trainer` counts them."""
+    if args.max_steps > 0:
+        return args.max_steps
+    batches = len(rows) / (args.per_device_train_batch_size * args.world_size)
+    batches = math.floor(batches) if args.dataloader_drop_last else math.ceil(batches)
+    return math.ceil(max(1, math.ceil(batches / args.gradient_accumulation_steps)) * args.num_train_epochs)
+
+
 def try_optimizer(trainer: Trainer) -> None:
     """
     Make the optimizer of a run and its schedule for one number: what is wrong with them is known before the run.
@@ -98,9 +108,10 @@ def try_optimizer(trainer: Trainer) -> None:
             if trainer.get_optimizer_cls_and_kwargs(without, model)[1] == options:
                 raise ValueError("optim_args changes nothing of this optimizer")
         optimizer = kind([{"params": [nn.Parameter(torch.zeros(1))]}], **options)
-        steps = max(args.max_steps, 1)
+        rows = trainer.train_dataset
+        steps = 1 if rows is None else run_steps(args, rows)
         schedule = trainer.create_scheduler(num_training_steps=steps, optimizer=optimizer)
-        for step in (0, steps) if args.max_steps > 0 else ():  # a run in epochs does not know its length yet
+        for step in () if rows is None else (0, steps):
             for factor_at in getattr(schedule, "lr_lambdas", ()):
                 if not 0 <= (factor := factor_at(step)) < math.inf:
                     raise ValueError(f"the schedule multiplies the rate by {factor} in step {step}")

@@ -57,8 +57,10 @@ def check_output(output: Path, given: dict[str, Any]) -> None:
     from tnt_hf.recipes.recipe_file import default_settings  # here: it takes its time, and a new folder needs it not
 
     before, default = _settings(output), default_settings()
-    deciding = given.get("load_best_model_at_end") or given.get("lr_scheduler_type") == "reduce_lr_on_plateau"
-    for name in sorted({*before, *given} - (set(FREE) - DECIDING if deciding else set(FREE))):
+    free = set(FREE)
+    if given.get("load_best_model_at_end") or given.get("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy"):
+        free -= DECIDING if given.get("eval_steps") else {*DECIDING, "logging_steps"}  # which evaluations then follow
+    for name in sorted({*before, *given} - free):
         # A default that is given is the same setting as one that is not.
         if before.get(name, default.get(name)) != given.get(name, default.get(name)):
             shown = ["the default" if name not in x else repr(x[name]) for x in (given, before)]

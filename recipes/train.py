@@ -133,7 +133,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     from tnt_hf.recipes.model_card_tables import portable, portable_command
     from tnt_hf.recipes.models import build_model, load_tokenizer
     from tnt_hf.recipes.objectives import OBJECTIVES
-    from tnt_hf.recipes.optimization import parameter_groups
+    from tnt_hf.recipes.optimization import parameter_groups, run_steps
     from tnt_hf.recipes.recipe_file import read_recipe
     from tnt_hf.recipes.trainer import RecipeTrainer
     from tnt_hf.recipes.training_data import build_datasets, training_texts
@@ -231,15 +231,6 @@ def check_reports(report_to: list[str]) -> None:
             callback()
         except (ImportError, RuntimeError) as error:
             raise ValueError(f"report_to={report_to!r}: {error}") from error
-
-
-def run_steps(args: Any, rows: Any) -> int:
-    """Optimizer steps of the run, as `Trainer` counts them."""
-    if args.max_steps > 0:
-        return args.max_steps
-    batches = len(rows) / (args.per_device_train_batch_size * args.world_size)
-    batches = math.floor(batches) if args.dataloader_drop_last else math.ceil(batches)
-    return math.ceil(max(1, math.ceil(batches / args.gradient_accumulation_steps)) * args.num_train_epochs)
 
 
 def check_length(callbacks: list, steps: int) -> None:

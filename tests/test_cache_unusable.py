@@ -99,14 +99,17 @@ def test_what_a_beam_search_leaves_is_not_gone_on_from(returned, tmp_path):
 
 
 @pytest.mark.parametrize("persistent", [0, 3])
+@pytest.mark.parametrize("piece", [None, 2, 4], ids=lambda x: f"prefill in pieces of {x}")
 @torch.no_grad()
-def test_behind_padding_that_generate_read_positions_are_needed(persistent, tmp_path):
+def test_behind_padding_that_generate_read_positions_are_needed(persistent, piece, tmp_path):
     """`generate` does not count padding in front, a call without positions does, as in the base models."""
     model, ids = tiny_model(num_persistent_tokens=persistent), tokens(2, 9)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     cache = TNTCache(model.config)
-    read = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    read = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, do_sample=False, prefill_chunk_size=piece
+    )
     past = cache.get_seq_length()
     cache.save(tmp_path / "session")
     new = torch.cat([read[:, past:], tokens(2, 4)], 1)

@@ -367,6 +367,16 @@ def test_generate_names_weights_that_are_no_numbers_and_tokens_that_are_unknown(
         assert status == (2 if field == "max_time" else 0), field
 
 
+def test_generate_ends_with_who_reads_it(model_folder):
+    """As `tnt generate ... | head` does: by the signal's status, and without a word."""
+    command = [sys.executable, "-m", "tnt_hf.cli", "generate", model_folder, "--prompt", "abc", "--max-new-tokens"]
+    done = subprocess.Popen([*command, "3000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert done.stdout.read(1)
+    done.stdout.close()
+    error = done.stderr.read()
+    assert done.wait(timeout=120) == 141 and "Broken pipe" not in error and "Traceback" not in error
+
+
 def test_generate_takes_any_causal_language_model_and_refuses_what_it_cannot_use(model_folder, tmp_path, capsys):
     """A Llama speaks as a Llama, not as a TNT model whose memory is random."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)

@@ -31,6 +31,7 @@ from tnt_hf.recipes.evaluate import TASKS, evaluate
 from tnt_hf.recipes.evaluation_model import documents_of, load_model, texts_of, training_note
 from tnt_hf.recipes.evaluation_perplexity import perplexity
 from tnt_hf.recipes.evaluation_report import FORMAT, PICTURES, write_evaluation
+from tnt_hf.recipes.loading_errors import reading
 from tnt_hf.recipes.model_folder import is_of_ours
 
 
@@ -527,3 +528,10 @@ def test_a_tokenizer_that_is_a_file_is_named_at_once(folder, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--tokenizer .*file: is neither a folder nor a Hub id"):
         load_model(str(folder), tokenizer=str(tmp_path / "file"))
+
+
+def test_what_an_error_names_already_is_not_named_again():
+    with pytest.raises(ValueError, match="^MODEL x: tensor 'y' is missing$"), reading("MODEL x"):
+        raise ValueError("MODEL x: tensor 'y' is missing")
+    with pytest.raises(ValueError, match="^MODEL x: cannot be read, KeyError: 'y'$"), reading("MODEL x"):
+        raise KeyError("y")

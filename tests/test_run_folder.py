@@ -66,7 +66,9 @@ def test_a_default_is_the_same_setting_given_or_not(output, name):
 
 
 @pytest.mark.parametrize(
-    "decides", [{"lr_scheduler_type": "reduce_lr_on_plateau"}, {"load_best_model_at_end": True}], ids=str
+    "decides",
+    [{"lr_scheduler_type": "reduce_lr_on_plateau"}, {"lr_scheduler_type": "greedy"}, {"load_best_model_at_end": True}],
+    ids=str,
 )
 def test_how_often_is_evaluated_may_change_where_it_decides_nothing(output, decides):
     write(output / "model.safetensors")
@@ -77,6 +79,10 @@ def test_how_often_is_evaluated_may_change_where_it_decides_nothing(output, deci
     with pytest.raises(ValueError, match="belongs to another run, eval_steps is 5 and was 2"):
         check_output(output, often | decides | {"eval_steps": 5})
     check_output(output, often | decides | {"logging_steps": 1})
+    follows = {"eval_strategy": "steps", "logging_steps": 2} | decides
+    claim_output(output, follows)
+    with pytest.raises(ValueError, match="belongs to another run, logging_steps is 5 and was 2"):
+        check_output(output, follows | {"logging_steps": 5})
 
 
 def test_without_settings_it_is_somebody_elses(output):

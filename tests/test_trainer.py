@@ -28,9 +28,8 @@ from tnt_hf.recipes.callbacks import ChunkSizeSchedule, Printer, Progress, Windo
 from tnt_hf.recipes.exact_resume import LOG
 from tnt_hf.recipes.finite import stop_if_not_finite
 from tnt_hf.recipes.objectives import next_token
-from tnt_hf.recipes.optimization import parameter_groups
+from tnt_hf.recipes.optimization import parameter_groups, run_steps
 from tnt_hf.recipes.packing import RowCollator, assemble
-from tnt_hf.recipes.train import run_steps
 from tnt_hf.recipes.trainer import RecipeTrainer
 
 
@@ -378,8 +377,11 @@ def test_filler_is_no_token_that_was_trained_on(tmp_path):
     assert run.state.num_input_tokens_seen == 2 * (20 + 31 + 32 + 32)
 
 
-def test_a_schedule_over_epochs_is_not_tried_at_a_length_that_is_not_known(tmp_path):
-    trainer(tmp_path, max_steps=-1, warmup_steps=0.1, lr_scheduler_type="polynomial")
+def test_a_schedule_over_epochs_is_tried_at_its_own_last_step(tmp_path):
+    settings = {"max_steps": -1, "num_train_epochs": 4, "warmup_steps": 0.1, "lr_scheduler_type": "polynomial"}
+    trainer(tmp_path, **settings)
+    with pytest.raises(ValueError, match="0.0 cannot be raised to a negative power"):
+        trainer(tmp_path, **settings, lr_scheduler_kwargs={"power": -1})
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

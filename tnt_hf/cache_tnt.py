@@ -132,6 +132,7 @@ class TNTCache(DynamicCache):
     """
 
     unusable: str | None = None  # why it cannot be gone on from
+    own_positions = False  # whether its tokens were placed otherwise than without `position_ids`
 
     def __init__(self, config: TNTConfig):
         if not hasattr(config, "number_of_conv_states"):
@@ -145,7 +146,6 @@ class TNTCache(DynamicCache):
         Cache.__init__(self, layers=[makers[kind]() for kind in config.layer_types])
         self.fingerprint = _fingerprint(config)
         self.holds_padding = False
-        self.own_positions = False  # whether its tokens were placed otherwise than without `position_ids`
         self.unplaced: set[int] = set()  # layers of a loaded session that have not met their model yet
 
     def place(self, layer_idx: int, hidden_states: Tensor) -> None:

@@ -169,14 +169,16 @@ def check_positions(
     """
     if torch.compiler.is_compiling() or (position_ids is not None and position_ids.is_meta):
         return
-    if not int(past):
-        cache.own_positions = position_ids is not None and differ(position_ids, default(), valid)
-    elif position_ids is None and getattr(cache, "own_positions", False):
+    own = bool(int(past)) and getattr(cache, "own_positions", False)
+    if own and position_ids is None:
         raise ValueError(
             f"position_ids is None, but the {int(past)} tokens in {CACHE_NAME} were given positions of their own, as"
             " `generate` does with rows that are padded in front: pass those of the new tokens (with `generate`'s,"
             " (attention_mask.cumsum(1) - 1)[:, -T:])."
         )
+    if position_ids is not None and (not int(past) or position_ids.shape[-1] > 1):  # a prompt may come in pieces
+        own = own or differ(position_ids, default(), valid)
+    cache.own_positions = own
 
 
 def differ(positions: Tensor, others: Tensor, valid: Tensor | None) -> bool:
