@@ -385,7 +385,7 @@ def test_a_schedule_over_epochs_is_tried_at_its_own_last_step(tmp_path):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("batch", "accumulation", "epochs"), [(5, 1, 3), (4, 2, 1), (7, 3, 0.5), (20, 1, 1.4)])
+@pytest.mark.parametrize(("batch", "accumulation", "epochs"), [(6, 1, 2), (4, 2, 1), (7, 2, 1.5), (20, 1, 1.4)])
 def test_the_steps_that_are_announced_are_those_of_the_library(tmp_path, drop_last, batch, accumulation, epochs):
     settings = {"max_steps": -1, "num_train_epochs": epochs, "dataloader_drop_last": drop_last}
     settings |= {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
