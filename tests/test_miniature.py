@@ -132,8 +132,9 @@ def test_continuations_start_from_the_same_weights(sources):
 
 def test_every_continuation_trains(whole):
     for name in CONTINUED:
-        losses = [row["loss"]["mean"] for other, row in whole["rows"].items() if row["variant"] == name]
-        assert len(set(losses)) == 5
+        losses = {other: row["loss"]["mean"] for other, row in whole["rows"].items() if row["variant"] == name}
+        del losses[f"{name}, chunks halved"]  # not trained: in five digits it may be what it was
+        assert len(set(losses.values())) == 4
 
 
 def test_a_stopped_study_goes_on_and_repeats_itself_exactly(whole, run, capsys):
