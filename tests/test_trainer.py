@@ -380,7 +380,7 @@ def test_filler_is_no_token_that_was_trained_on(tmp_path):
 def test_a_schedule_over_epochs_is_tried_at_its_own_last_step(tmp_path):
     settings = {"max_steps": -1, "num_train_epochs": 4, "warmup_steps": 0.1, "lr_scheduler_type": "polynomial"}
     trainer(tmp_path, **settings)
-    with pytest.raises(ValueError, match="0.0 cannot be raised to a negative power"):
+    with pytest.raises(ValueError, match="to a negative power"):
         trainer(tmp_path, **settings, lr_scheduler_kwargs={"power": -1})
 
 
@@ -409,7 +409,7 @@ def test_steps_between_readings_must_be_a_number(tmp_path, steps):
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"periods": 3}}, "lr_scheduler_type=.*: .*'periods'"),
         (  # in the last step, when all is trained and nothing is saved
             {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": -1}},
-            r"lr_scheduler_type=polynomial, lr_scheduler_kwargs=.'power': -1.: 0.0 cannot be raised",
+            r"lr_scheduler_type=polynomial, lr_scheduler_kwargs=.'power': -1.: .* to a negative power",
         ),
         (
             {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": -1.0}},
