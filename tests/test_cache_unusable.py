@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_cache import filled, go_on
-from tiny import tiny_model, tokens
+from tiny import tiny_config, tiny_model, tokens
 from transformers import DynamicCache
 
 from tnt_hf import TNTCache
@@ -96,6 +96,12 @@ def test_what_a_beam_search_leaves_is_not_gone_on_from(returned, tmp_path):
         cache.save(tmp_path / "session")
     cache.reset()
     cache.save(tmp_path / "session")
+
+
+def test_the_library_s_cache_for_another_number_of_memories_is_refused():
+    other = DynamicCache(config=tiny_config(local_chunk_sizes=[2]))
+    with pytest.raises(ValueError, match=r"layer 0 has 10 state slots, but local_chunk_sizes=\[2, 4\] needs 14"):
+        go_on(tiny_model(), other, tokens(1, 5))
 
 
 @pytest.mark.parametrize("persistent", [0, 3])

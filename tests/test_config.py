@@ -256,6 +256,15 @@ def test_flops_match_a_hand_count():
     assert flops_per_token(tiny_config(sliding_window=None), 1000)["attention"] == 2 * 4 * q * 1000
 
 
+def test_flops_of_a_memory_in_the_place_of_attention():
+    """The layer that has one has no attention; the others have."""
+    sizes = {"num_hidden_layers": 3, "memory_layers": [1]}
+    beside, alone = [flops_per_token(tiny_config(variant=variant, **sizes), 1000) for variant in ("mag", "lmm")]
+    q, kv, h, window = 32, 16, 32, 4
+    assert (beside["attention"], alone["attention"]) == (3 * 4 * q * window, 2 * 4 * q * window)
+    assert beside["base"] - alone["base"] == 2 * (h * (q + 2 * kv) + q * h)
+
+
 def test_training_chunk_sizes_stay_with_the_number_of_memories(tmp_path):
     """The rates of a checkpoint do not change with its chunk sizes; another number of memories is another model."""
     tiny_config().save_pretrained(tmp_path)

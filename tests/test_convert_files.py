@@ -1,6 +1,7 @@
 """What a converted folder holds besides weights, and the ways to ask for it: command line, probe, Hub id."""
 
 import argparse
+import errno
 import hashlib
 import io
 import json
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from tnt_hf.cli import main
 from tnt_hf.conversion import convert_checkpoint, verify_conversion
 from tnt_hf.conversion.convert_command import add_arguments, run
-from tnt_hf.conversion.files import sha256
+from tnt_hf.conversion.files import copy_file, sha256
 from tnt_hf.conversion.manifest import MANIFEST, add_digests, check_manifest, read_manifest
 from tnt_hf.conversion.shards import NewTensor, by_one_thread, inspect, write_shard
 from tnt_hf.conversion.source import read_header
@@ -538,3 +540,34 @@ def test_a_new_shard_is_read_while_it_is_written(tmp_path, fails):
             write_shard(path, tensors, lambda count: None, begun)
         with pytest.raises(InterruptedError) if fails else nullcontext():
             assert readers[0].result(60) == sha256(path)
+
+
+@pytest.mark.parametrize("refuses", ["always", "after a piece", "no such call"])
+def test_what_the_kernel_does_not_copy_is_read_and_written(tmp_path, monkeypatch, refuses):
+    """A copy between two file systems may not be offered; one that was begun and fails has another reason."""
+    content, told, begun = os.urandom(2**18 + 5), [], []
+    (tmp_path / "old").write_bytes(content)
+
+    def kernel(old, new, count, offset):
+        if refuses == "always" or begun:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        begun.append(os.pwrite(new, content[:1000], 0))
+        return 1000
+
+    monkeypatch.setattr(os, "copy_file_range", kernel)
+    if refuses == "no such call":
+        monkeypatch.delattr(os, "copy_file_range")
+    with pytest.raises(OSError) if refuses == "after a piece" else nullcontext():
+        copy_file(tmp_path / "old", tmp_path / "new", told.append)
+    if refuses != "after a piece":
+        assert (tmp_path / "new").read_bytes() == content and sum(told) == len(content) and len(told) > 1
+
+
+@pytest.mark.parametrize("in_kernel", [True, False])
+def test_a_file_that_shrinks_while_it_is_copied_is_named(tmp_path, monkeypatch, in_kernel):
+    (tmp_path / "old").write_bytes(b"1234")
+    monkeypatch.setattr(os, "fstat", lambda _: SimpleNamespace(st_size=7))
+    if not in_kernel:
+        monkeypatch.delattr(os, "copy_file_range")
+    with pytest.raises(ValueError, match="old: ends 3 bytes too early"):
+        copy_file(tmp_path / "old", tmp_path / "new", lambda _: None)

@@ -183,6 +183,17 @@ def test_a_dataset_of_the_hub_is_named_in_the_metadata(run, tmp_path):
     assert "[owner/texts](https://huggingface.co/datasets/owner/texts)" in sections(card)["Training data"]
 
 
+def test_the_hub_learns_what_it_was_evaluated_on_where_that_is_its_own(run, tmp_path):
+    folder = copied(run, tmp_path)
+    path = folder / "evaluation" / "evaluation.json"
+    found = json.loads(path.read_text())
+    for name, dataset in [("owner/texts", "owner/texts"), ("some texts.jsonl", "text")]:
+        found["perplexity"]["data"] = {"name": name}
+        path.write_text(json.dumps(found))
+        shown = {x.metric_type: x for x in ModelCard(model_card(folder, "user/books")).data.eval_results}
+        assert (shown["perplexity"].dataset_name, shown["perplexity"].dataset_type) == (name, dataset)
+
+
 def test_a_section_without_data_is_absent(tmp_path):
     tiny_model(torch.float32).save_pretrained(tmp_path / "bare")
     card = model_card(tmp_path / "bare", "bare")
@@ -277,7 +288,9 @@ def test_stage_2_names_stage_1(run, tmp_path):
 def test_what_its_origins_say_is_in_the_metadata_of_the_last_stage(conversion, tmp_path):
     """Licence and base model of the source and the data of every stage, though only the first has `converted/`."""
     first = save_run(tmp_path / "distill")
-    card = (conversion / "README.md").read_text().replace("license:", "base_model: owner/llama\nlicense:")
+    card = (conversion / "README.md").read_text()
+    assert "base_model" not in metadata(card)  # a folder, which readers do not have
+    card = card.replace("license:", "base_model: owner/llama\nlicense:")
     (shutil.copytree(conversion, first / "converted") / "README.md").write_text(card)
     (first / "training.json").write_text(json.dumps(RUN | {"data": {"name": "owner/texts"}}))
     second = save_run(tmp_path / "long")

@@ -166,6 +166,7 @@ def test_a_cost_that_is_no_number_chooses_nothing():
         (ids(1, 23), 0, "window=0"),
         (ids(1, 23), True, "window=True"),
         (ids(23), 5, r"input_ids of shape \(23,\)"),
+        (ids(1, 23).int(), 5, r"input_ids of shape \(1, 23\), torch.int32"),
     ],
 )
 def test_inputs_that_measure_nothing_are_refused(text, window, named):
