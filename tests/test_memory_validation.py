@@ -1,10 +1,10 @@
-"""Bad input to the memory operation: an error that names the argument and its value, before any compute."""
+"""Input to the memory operation: what is bad is an error that names the argument and its value, before any compute."""
 
 import pytest
 import torch
 from test_memory import make_inputs
 
-from tnt_hf.memory_tnt import memory_chunkwise
+from tnt_hf.memory_tnt import MemoryState, memory_chunkwise
 from tnt_hf.projection_tnt import project_queries
 
 
@@ -88,3 +88,26 @@ def test_what_an_absent_token_holds_is_not_read_by_the_projection():
     options = {"reset_interval": 8, "mask": absent, "initial_state": (M, time), "output_final_state": True}
     out, after = project_queries(q * torch.nan, k * torch.nan, **options)
     assert not out.any() and after.equal(M)
+
+
+@pytest.mark.parametrize("implementation", ["naive", "chunk", "native"])
+@pytest.mark.parametrize("T", [1, 6])
+def test_a_state_of_another_precision_is_brought_to_that_of_the_computation(implementation, T):
+    """Bfloat16 that was stored, or the float32 of a model that now runs in float64; what was given stays as it was."""
+    (q, k, v, lr), weights, gates = make_inputs(momentum=True, decay=True)
+    options = {"query_projection": "shard", "chunk_size": 4, "output_final_state": True}
+    state = memory_chunkwise(q, k, v, lr, weights, **gates, **options)[1]
+
+    def to(dtype, state):
+        lists = [[y.to(dtype) for y in kind] for kind in (state.weights, state.chunk_weights, state.momentum)]
+        return MemoryState(*lists, state.projection.to(dtype), state.time)
+
+    x = [y[:, :T] for y in (q, k, v, lr)]
+    rows = {name: y[:, :T] for name, y in gates.items()}
+    short = to(torch.bfloat16, state)
+    options |= {"implementation": implementation}
+    found, after = memory_chunkwise(*x, weights, **rows, **options, initial_state=short)
+    expected, same = memory_chunkwise(*x, weights, **rows, **options, initial_state=to(torch.float64, short))
+    assert torch.equal(found, expected) and torch.equal(after.weights[0], same.weights[0])
+    assert {y.dtype for y in (found, *after.weights, *after.momentum, after.projection)} == {torch.float64}
+    assert short.weights[0].dtype == torch.bfloat16
