@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from tiny import tiny_config, tiny_model
 
+from tnt_hf import TNTForCausalLM
 from tnt_hf.gate_tnt import TNTMemoryGate
 
 
@@ -74,3 +75,10 @@ def test_what_stays_in_float32_is_there(fields):
         assert bool(kept) == bool(model.config.memory_layer_indices)
         for pattern in kept:
             assert any(re.search(rf"(?:^|\.){pattern}(?:\.|$)", name) for name in part.state_dict())
+
+
+def test_a_memory_starts_with_half_its_rate_half_its_momentum_and_next_to_no_forgetting():
+    model = TNTForCausalLM(tiny_config(memory_momentum=True, memory_decay=True)).double()
+    unit = model.model.layers[0].memory.memories[0]
+    for gate, bias in zip(unit.gates(torch.zeros(1, 32, dtype=torch.float64), torch.float64), (0.0, 0.0, -7.0)):
+        assert torch.equal(gate, torch.sigmoid(torch.full_like(gate, bias)))

@@ -383,6 +383,8 @@ def test_a_generated_card_is_updated_and_an_edited_one_is_kept(run, tmp_path):
     readme.write_text("mine")
     assert write_card(folder, "fourth", regenerate=True)
     assert (folder / "README.previous1.md").read_text() == "mine"
+    readme.write_bytes(mine := "café".encode("latin-1"))  # whatever it is written in
+    assert not write_card(folder, "fifth") and readme.read_bytes() == mine
 
 
 def test_the_card_of_a_conversion_is_updated_together_with_its_digest(conversion, tmp_path):
