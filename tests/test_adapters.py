@@ -132,6 +132,7 @@ def test_further_modules_are_saved_beside_the_memory():
         ({"rank": 8}, "rank=8: is no field of LoraConfig"),
         ({"r": 0}, "r=0: must be"),
         ({"lora_dropout": 1.0}, "lora_dropout=1.0: must be"),
+        ({"lora_dropout": "0.1"}, "lora_dropout='0.1': must be"),
         ({"lora_alpha": -1}, "lora_alpha=-1: must be"),
         ({"lora_alpha": float("inf")}, "lora_alpha=inf: must be"),
         ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head': must be a list"),
