@@ -127,6 +127,8 @@ def test_architecture_is_counted_and_not_claimed(dtype, run, tmp_path):
     body = sections(model_card(tmp_path / run.name, "books"))["Architecture"]
     memory = sum(x.numel() for name, x in model.named_parameters() if ".memory." in name)
     assert f"{model.num_parameters() - memory:,} base, {memory:,} in the memory" in body
+    start = sections(model_card(tmp_path / run.name, "books"))[""]
+    assert f"of {model.num_parameters():,} parameters, {memory:,} of them in its memory: test-time memory" in start
     cache = model(torch.tensor([list(range(1, 40))]), use_cache=True).past_key_values
     states = [s for layer in cache.layers for x in (layer.recurrent_states, layer.conv_states) for s in x.values()]
     size = sum(s.numel() * s.element_size() for s in states if s is not None)
@@ -206,6 +208,7 @@ def test_a_baseline_has_no_memory_in_its_card(tmp_path):
     card = model_card(tmp_path / "plain", "plain")
     assert metadata(card)["tags"] == ["tnt", "custom_code"]
     assert "memory state" not in card and "Speculative" not in card and "full attention" in card
+    assert "parameters: the architecture of TNT's baselines, without a memory." in card
 
 
 def test_the_quick_start_runs(run, monkeypatch, capsys):
