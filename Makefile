@@ -31,12 +31,13 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-newest test-all lint format demo bench clean
+.PHONY: help install test test-newest test-long test-all lint format demo bench clean
 
 help:
 	@echo "make test      format and lint checks and the default test suite"
 	@echo "make test-newest  the same suite with transformers $(NEWEST_TRANSFORMERS), in $(NEWEST)"
-	@echo "make test-all  the same plus the tests marked slow"
+	@echo "make test-long  the tests marked long: whole programs, and shorter tests reach most of the same code"
+	@echo "make test-all  the default test suite and the tests marked long or slow"
 	@echo "make demo      train a Llama on real text, convert, verify, distil, refine and evaluate it; plots;"
 	@echo "               about seven minutes on 2 cores"
 	@echo "make bench     all benchmark suites, most of an hour; results go to $(BENCH_OUT)"
@@ -79,6 +80,9 @@ test-newest:
 	$(NEWEST)/bin/python -m pip install --quiet --no-deps transformers==$(NEWEST_TRANSFORMERS)
 	$(NEWEST)/bin/python -m pip check
 	$(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+test-long: $(TESTS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'long and not slow'
 
 test-all: $(TESTS)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'slow or not slow'

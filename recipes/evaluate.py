@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise ValueError(f"--data {options.data!r}: must name {STDLIB}, a file, a folder or a dataset")
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"--seed {options.seed}: must be at least 0 and below 2**32")
-    data, written = Path(options.data).resolve(), output.resolve()
+    data, written = (Path(realpath(path)) for path in (options.data, output))  # `resolve` of a loop raises before 3.13
     if data.is_dir() and data in (written, *written.parents):
         raise ValueError(f"--output {output}: lies in the folder of --data, whose content it would change")
     check_output(output, options.overwrite)

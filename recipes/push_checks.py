@@ -7,6 +7,7 @@ every tensor is read once, in pieces.
 import ast
 import json
 import re
+from os.path import realpath
 from pathlib import Path
 
 import torch
@@ -64,8 +65,10 @@ def files_to_push(model: Model) -> dict[str, Path]:
     files = {name: inside(folder, name) for name in dict.fromkeys(names)}
     evaluation = (folder / EVALUATION).parent
     for part in (folder / TEMPLATES, evaluation):
-        if part.resolve().parent != folder.resolve():
-            raise ValueError(f"{folder}/{part.name}: leads to {part.resolve()}, outside the folder")
+        if (real := Path(realpath(part))).parent != folder.resolve():
+            raise ValueError(f"{folder}/{part.name}: leads to {real}, outside the folder")
+        if part.is_symlink() and not part.exists():
+            raise ValueError(f"{folder}/{part.name}: is a link that leads nowhere")
     for path in sorted((folder / TEMPLATES).glob("*.jinja")):
         files[f"{TEMPLATES}/{path.name}"] = inside(path.parent, path.name)
     if (folder / EVALUATION).is_file():

@@ -18,7 +18,10 @@ CASES = Path(__file__).parent / "accelerator_cases.py"
 QUICK = ["default", "injected tnt"]
 
 
-@pytest.mark.parametrize("modes", [QUICK, pytest.param([], marks=pytest.mark.slow, id="all")])
+@pytest.mark.parametrize(
+    "modes",
+    [pytest.param(QUICK, marks=pytest.mark.long, id="quick"), pytest.param([], marks=pytest.mark.slow, id="all")],
+)
 def test_models_stay_on_their_device_and_wait_for_no_value(modes):
     """As on the CPU: losses, gradients, generated tokens, cached logits. Without padding neither a training step nor a
     decoded token reads a value back, for which a GPU would stop."""

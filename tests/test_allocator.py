@@ -41,6 +41,7 @@ def test_a_block_that_was_freed_is_used_again():
     assert found["settings"] == {"keeps freed memory": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, value",
     [("MALLOC_ARENA_MAX", "2"), pytest.param("GLIBC_TUNABLES", "glibc.malloc.check=0", marks=pytest.mark.slow)],
@@ -63,6 +64,7 @@ print(json.dumps([before, allocator.settings()]))
 """
 
 
+@pytest.mark.long
 def test_training_on_a_cpu_keeps_it(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a line of text\n" * 500)

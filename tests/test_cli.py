@@ -367,6 +367,7 @@ def test_generate_names_weights_that_are_no_numbers_and_tokens_that_are_unknown(
         assert status == (2 if field == "max_time" else 0), field
 
 
+@pytest.mark.long
 def test_generate_ends_with_who_reads_it(model_folder):
     """As `tnt generate ... | head` does: by the signal's status, and without a word."""
     command = [sys.executable, "-m", "tnt_hf.cli", "generate", model_folder, "--prompt", "abc", "--max-new-tokens"]
@@ -442,6 +443,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.split() == ["tnt-hf", version("tnt-hf")]
 
 
+@pytest.mark.long
 def test_nobody_has_to_read_the_output():
     """`tnt info ... | head -0`: no traceback."""
     command = [sys.executable, "-m", "tnt_hf.cli", "info", "tnt", "--json"]
@@ -452,7 +454,7 @@ def test_nobody_has_to_read_the_output():
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", pytest.param(">&- 2>&-", marks=pytest.mark.long)])
 def test_output_may_be_closed(closed, config_file):
     """As of a daemon."""
     done = subprocess.run(["bash", "-c", f"{sys.executable} -m tnt_hf.cli info {config_file} {closed}"], text=True)

@@ -143,6 +143,7 @@ def test_impossible_recall_samples_are_refused(length, pairs):
 # --- jobs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_jobs_wait_for_what_they_need_and_failures_surface(tmp_path):
     first, second, third, missing = (tmp_path / name for name in ("first", "second", "third", "missing"))
     first.mkdir()
@@ -307,6 +308,7 @@ def check_the_hybrid_is_a_folder_to_push_and_to_load(output, results, printed):
     subprocess.run([sys.executable, "-c", code, hybrid], check=True, env=environment)
 
 
+@pytest.mark.long
 def test_the_whole_demo_at_a_tiny_budget(sources, tmp_path, capsys):
     output = tmp_path / "out"
     arguments = ["--budget", "5", "--workers", "2", "--corpus", str(sources), "--output", str(output)]

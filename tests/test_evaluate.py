@@ -448,6 +448,14 @@ def test_mistakes_end_as_one_line(folder, tmp_path, capsys, arguments, message):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+def test_an_output_that_is_a_link_to_itself_is_named(folder, tmp_path, capsys):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert tnt(["eval", str(folder), "--output", str(loop)]) == 2
+    assert f"tnt eval: --output {loop}: cannot be written to" in capsys.readouterr().err
+    assert loop.is_symlink()
+
+
 # ------------------------------------------------------------------------------------------------------------- writing
 
 

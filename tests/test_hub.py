@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.long
 CLIENT = str(Path(__file__).with_name("hub_client.py"))
 STRANGERS = {"with triton": [], "without triton": ["triton"]}
 

@@ -36,6 +36,7 @@ FILES = sorted(x.name for x in TESTS if "\ndef test_in_the_interpreter(" in x.re
 EVERYWHERE = [80, 90]
 
 
+@pytest.mark.long
 def test_on_an_h100():
     run_cases(__file__, "not slow", 90)
 

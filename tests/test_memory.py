@@ -573,16 +573,17 @@ def test_short_documents_do_not_take_a_long_chunk_each(read, lengths):
     for x in inputs:
         x.requires_grad_()
     segment_ids = torch.repeat_interleave(torch.arange(len(lengths)) % 2, torch.tensor(lengths))[None]
-    grads, flops = {}, {}
-    ops = {"naive": memory_naive, "packed": memory_chunkwise, "one": memory_chunkwise}
-    for name, op in ops.items():
-        ids = None if name == "one" else segment_ids
-        with FlopCounterMode(display=False) as counter:
-            o, _ = op(*tensors, weights, chunk_size=64, read=read, segment_ids=ids, **gates)
-            grads[name] = o, *torch.autograd.grad(o.square().sum(), inputs, materialize_grads=True)
-        flops[name] = counter.get_total_flops()
-    assert_same(grads["packed"], grads["naive"])
-    assert flops["packed"] < 2.5 * flops["one"]  # slots are powers of two
+
+    def results(op, ids):
+        o, _ = op(*tensors, weights, chunk_size=64, read=read, segment_ids=ids, **gates)
+        return o, *torch.autograd.grad(o.square().sum(), inputs, materialize_grads=True)
+
+    with FlopCounterMode(display=False) as packed:
+        found = results(memory_chunkwise, segment_ids)
+    with FlopCounterMode(display=False) as one:
+        results(memory_chunkwise, None)
+    assert_same(found, results(memory_naive, segment_ids))
+    assert packed.get_total_flops() < 2.5 * one.get_total_flops()  # slots are powers of two
 
 
 def test_a_short_prompt_does_not_take_a_long_chunk():

@@ -98,6 +98,7 @@ def test_variants_differ_in_what_their_names_say():
 # --- the program ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_whole_study_runs_and_reports_every_row(whole, run):
     assert list(whole["rows"]) == miniature_report.expected_rows()
     assert whole["missing"] == {} and whole["diverged"] == {}
@@ -130,6 +131,7 @@ def test_continuations_start_from_the_same_weights(sources):
     assert 0 < found["stage2_parameters"] < 0.2 * found["parameters"]
 
 
+@pytest.mark.long
 def test_every_continuation_trains(whole):
     for name in CONTINUED:
         losses = {other: row["loss"]["mean"] for other, row in whole["rows"].items() if row["variant"] == name}
@@ -137,6 +139,7 @@ def test_every_continuation_trains(whole):
         assert len(set(losses.values())) == 4
 
 
+@pytest.mark.long
 def test_a_stopped_study_goes_on_and_repeats_itself_exactly(whole, run, capsys):
     path = miniature_runs.path_of(run.runs, "TNT {8}, linear memory", 0)
     first = json.loads(path.read_text())
@@ -148,6 +151,7 @@ def test_a_stopped_study_goes_on_and_repeats_itself_exactly(whole, run, capsys):
     assert again["rows"] == whole["rows"]
 
 
+@pytest.mark.long
 def test_rows_that_a_seed_lacks_are_named_and_not_reported(whole, run):
     found = run("--seeds", "0", "1", "--only", REFERENCE, "sliding window only")
     assert {row["variant"] for row in found["rows"].values()} == {REFERENCE, "sliding window only"}
@@ -161,6 +165,7 @@ def test_rows_that_a_seed_lacks_are_named_and_not_reported(whole, run):
         assert math.log(ratio) == pytest.approx(apart[seed], abs=2e-5)  # both are rounded
 
 
+@pytest.mark.long
 def test_time_joins_the_report_and_survives_it(whole, run, monkeypatch):
     monkeypatch.setattr(miniature, "TIMED_LENGTHS", (128,))
     monkeypatch.setattr(miniature, "TIMED_TOKENS", 128)
@@ -172,6 +177,7 @@ def test_time_joins_the_report_and_survives_it(whole, run, monkeypatch):
     assert run.out.with_name("study_time.png").is_file()
 
 
+@pytest.mark.long
 def test_runs_of_other_settings_are_refused(whole, run):
     with pytest.raises(ValueError, match="another steps.*--runs"):
         miniature_runs.collect(run.runs, [REFERENCE], [0], {"steps": 3})
@@ -204,6 +210,7 @@ def test_verdict_is_a_paired_t_test(pairs, expected):
     assert miniature_report.verdict(miniature_report.difference(better, worse)) == expected
 
 
+@pytest.mark.long
 def test_a_diverged_seed_is_reported_and_not_averaged(whole, run):
     plan = Plan(**TINY)
     done = miniature_runs.collect(run.runs, list(VARIANTS), [0], asdict(plan))
@@ -227,6 +234,7 @@ def test_mean_and_standard_deviation():
 # --- the conversion -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_conversion_runs_and_liza_starts_as_the_window(sources, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(miniature_conversion, "PLAN", SMALL)
     out = tmp_path / "study.json"

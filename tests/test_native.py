@@ -43,7 +43,10 @@ def results(op, tensors, weights, gates, **options) -> list[torch.Tensor]:
     return [*outputs, *torch.autograd.grad(loss, inputs)]
 
 
-@pytest.mark.parametrize("mode", ["default", "quadratic keys", "momentum and forgetting"])
+@pytest.mark.parametrize(
+    "mode",
+    ["default", *(pytest.param(x, marks=pytest.mark.long) for x in ("quadratic keys", "momentum and forgetting"))],
+)
 def test_threads_share_a_model(mode):
     """As in a server: what several threads generate and differentiate at once is what one does, to the bit."""
     model = tiny_model(torch.float32, **MODES[mode])
@@ -233,7 +236,9 @@ def elsewhere(cache: Path, first: str = "", **environment) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "foreign"])
+@pytest.mark.parametrize(
+    "compiler", ["no-such-compiler", *(pytest.param(x, marks=pytest.mark.long) for x in ("false", "foreign"))]
+)
 def test_without_a_compiler_it_is_torch_and_says_so_once(tmp_path, compiler):
     (tmp_path / "bin").mkdir()  # where no `cc` is either
     (tmp_path / "bin" / "false").symlink_to("/bin/false")
@@ -283,7 +288,9 @@ def test_the_first_compiler_there_is(tmp_path, monkeypatch):
     "dtype, tolerance",
     [(torch.float32, FLOAT32), pytest.param(torch.float64, 1e-13, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("compiler", [pytest.param("clang", marks=pytest.mark.slow), "zig"])  # a clang, too
+@pytest.mark.parametrize(
+    "compiler", [pytest.param("clang", marks=pytest.mark.slow), pytest.param("zig", marks=pytest.mark.long)]
+)  # a clang, too
 def test_other_compilers(tmp_path, monkeypatch, dtype, tolerance, compiler):
     """What clang makes of the source does what this machine's code does, in one of torch's threads or in several."""
     if compiler == "clang" and shutil.which("clang") is None or compiler == "zig" and find_spec("ziglang") is None:
@@ -329,6 +336,7 @@ def test_without_room_for_it_it_is_torch(tmp_path):
     assert "same True" in told and not list((tmp_path / "tnt-hf").iterdir())
 
 
+@pytest.mark.long
 @needs_native
 def test_it_is_compiled_once_and_again_where_the_file_is_broken(tmp_path, hasty):
     assert "compiling memory-" in elsewhere(tmp_path) and "compiling" not in elsewhere(tmp_path)
@@ -361,6 +369,7 @@ def test_a_relative_cache_is_the_users_own(tmp_path, monkeypatch):
     assert native_build_tnt._folder() == tmp_path / ".cache" / "tnt-hf"
 
 
+@pytest.mark.long
 @needs_native
 def test_what_the_process_has_loaded_may_have_any_name(tmp_path, hasty):
     """As of an environment whose path has a space, and of a data set in a folder whose name is not UTF-8."""
@@ -388,6 +397,7 @@ def test_processes_may_compile_at_once(tmp_path, hasty):
     assert len(list((tmp_path / "tnt-hf").iterdir())) == 1
 
 
+@pytest.mark.long
 @needs_native
 @pytest.mark.parametrize("why", ["a file", "writable by all"])
 def test_a_cache_that_is_not_the_users_own_is_not_used(tmp_path, why, hasty):

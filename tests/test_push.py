@@ -291,6 +291,10 @@ FAULTS = {
     "a link that leads outside": (lambda f: (f / "LICENSE").symlink_to(__file__), "outside the checkpoint's folder"),
     "a card that is a link": (lambda f: replace_by_link(f / "README.md"), "outside the checkpoint's folder"),
     "results that are a link": (lambda f: replace_by_link(f / "evaluation"), "evaluation: leads to"),
+    "templates that are a link to themselves": (
+        lambda f: (f / "additional_chat_templates").symlink_to("additional_chat_templates"),
+        "additional_chat_templates: is a link that leads nowhere",
+    ),
     "a token in the card": (
         lambda f: (f / "README.md").write_text("# Mine\nhf_" + "a1B2" * 9),
         "README.md: holds what looks like a token or a private key",

@@ -66,6 +66,7 @@ def test_one_program_serves_every_batch(mode):
         torch.testing.assert_close(results(exported, other), expected, **EXACT, msg=f"{name}: {{}}".format)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", often("default"))
 def test_without_padding_and_with_fixed_sizes(mode):
     model = tiny_model(**MODES[mode])
@@ -123,6 +124,7 @@ def test_two_programs_generate_what_generate_does(mode):
         assert len(set(sizes)) == 1, "the cache has one size"
 
 
+@pytest.mark.long
 def test_the_surprise_and_other_heads():
     model = tiny_model(num_hidden_layers=1)
     inputs = SAMPLE | {"output_surprise": True}
@@ -135,6 +137,7 @@ def test_the_surprise_and_other_heads():
         torch.testing.assert_close(results(exported, other), results(classifier, other), **EXACT)
 
 
+@pytest.mark.long
 def test_of_torch_alone():
     """Without the library's exporter, which switches parts of its code off for the time of tracing."""
     model = tiny_model()
@@ -180,6 +183,7 @@ def test_a_saved_program_runs_where_the_package_is_imported(tmp_path):
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), results(model, other)["logits"], **EXACT)
 
 
+@pytest.mark.long
 def test_what_a_program_cannot_do_is_refused():
     model = tiny_model(num_hidden_layers=1)
     positions = torch.arange(13).expand(2, 13)

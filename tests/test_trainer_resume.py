@@ -70,6 +70,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
     assert killer(tmp_path, "steps", "saves", "full", "ranks") == "5 deaths"
 
 
+@pytest.mark.long
 def test_sigterm_leaves_a_checkpoint_and_the_run_goes_on_to_the_bit(tmp_path):
     """`enable_jit_checkpoint`: amid a step, after one, after the last, in an evaluation, in one of two processes;
     also where those that load data get it."""
