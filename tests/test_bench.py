@@ -116,7 +116,9 @@ def test_a_result_is_only_replaced_when_asked(tmp_path, capsys):
     assert result("liza", tmp_path)["settings"]["seed"] == 1
 
 
-@pytest.mark.parametrize("free, status", [(10 * 2**20, 0), (2**10, 2)], ids=["10 MB", "1 KB"])
+@pytest.mark.parametrize(
+    "free, status", [pytest.param(10 * 2**20, 0, marks=pytest.mark.long), (2**10, 2)], ids=["10 MB", "1 KB"]
+)
 def test_a_small_checkpoint_asks_for_little_room(free, status, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     assert bench("conversion", tmp_path) == status

@@ -238,6 +238,7 @@ def test_keys_of_unit_length_need_no_second_division(reset_interval):
         project_queries(q, x, reset_interval=None, unit_keys=1)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_autograd_calls_the_backward_as_it_is():
     tensors, weights, options = make_inputs(B=2, T=40)

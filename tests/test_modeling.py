@@ -408,6 +408,7 @@ def test_state_and_weights_stay_float32_in_half_precision(tmp_path):
         model.bfloat16()(ids)  # everything in bfloat16, W_init included
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dynamic", "padded"))])
 def test_compiled_training_step(how):

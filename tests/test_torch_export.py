@@ -152,6 +152,7 @@ def test_of_torch_alone():
         torch.testing.assert_close(results(found.module(), inputs), results(model, inputs), **EXACT)
 
 
+@pytest.mark.long
 def test_an_injected_model():
     model = tiny_host("llama").double().eval()
     inject(model, TNTInjectionConfig(global_chunk_size=8, local_chunk_sizes=[2], local_reset_interval=16))

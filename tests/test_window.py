@@ -307,6 +307,7 @@ def test_a_compiled_training_step_has_as_many_operations_for_any_length(attentio
     assert operations[0] == operations[1] > 100
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
 def test_a_window_without_memory_compiles_to_one_graph():
