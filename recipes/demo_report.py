@@ -62,10 +62,10 @@ class Progress:
             print(f"         {phase:26s} step {step:4d} of {steps}   loss {loss:.3f}", file=sys.stderr, flush=True)
 
 
-def text_result(losses: np.ndarray, bytes_per_token: float, positions=POSITIONS) -> dict:
+def text_result(losses: np.ndarray, bytes_per_token: float) -> dict:
     """Perplexity and bits per byte of losses `[N, T - 1]` (entry t is of token t + 1), and perplexity by position."""
     mean = float(losses.mean())
-    ranges = {f"{a}-{(b or losses.shape[1] + 1) - 1}": losses[:, a - 1 : b and b - 1] for a, b in positions}
+    ranges = {f"{a}-{(b or losses.shape[1] + 1) - 1}": losses[:, a - 1 : b and b - 1] for a, b in POSITIONS}
     return {
         "perplexity": math.exp(mean),
         "bits_per_byte": mean / math.log(2) / bytes_per_token,

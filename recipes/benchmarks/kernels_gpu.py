@@ -26,10 +26,10 @@ from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
 from tnt_hf.conversion.files import write_json
 from tnt_hf.kernels_parts_tnt import unavailable
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
-from tnt_hf.recipes.benchmarks.measure import environment, spread
+from tnt_hf.recipes.benchmarks.measure import NOT_MEASURED, environment, spread
 
 
-NOT_MEASURED, MODEL = "not measured", "model"
+MODEL = "model"
 LIMITS = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 2e-2)}  # of outputs and of gradients
 MODEL_LIMITS = (1e-4, 1e-3)  # of logits and of gradients: float32 through layers of attention and memory
 DECODED = 40  # tokens

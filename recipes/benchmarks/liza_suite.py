@@ -17,13 +17,12 @@ from torch import Tensor
 
 from tnt_hf.conversion.linear_attention import linear_attention
 from tnt_hf.recipes.benchmarks.gate import require_agreement
-from tnt_hf.recipes.benchmarks.measure import columns, spread, take_turns, times_faster, waiting
+from tnt_hf.recipes.benchmarks.measure import NOT_MEASURED, columns, spread, take_turns, times_faster, waiting
 from tnt_hf.recipes.benchmarks.settings import LizaSettings
 
 
 RULES = ("delta_rule", "gated_delta_rule", "delta_product", "linear")
 OURS, TPTT, SDPA = "tnt-hf", "TPTT", "SDPA"
-NOT_MEASURED = "not measured"
 NOT_THERE = "has no such operator"
 # float32 against float64, over thousands of dependent writes; of the largest entry
 TOLERANCE = 1e-3

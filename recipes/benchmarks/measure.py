@@ -13,6 +13,9 @@ from tnt_hf.recipes.environment import command_line
 from tnt_hf.recipes.environment import environment as recipes_environment
 
 
+NOT_MEASURED = "not measured"
+
+
 def environment(seed: int, **more) -> dict:
     """Command, date and seed beside what [`~recipes.environment.environment`] tells."""
     found = recipes_environment(("titans-pytorch",))

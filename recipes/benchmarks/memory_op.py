@@ -17,13 +17,12 @@ from torch import nn
 from tnt_hf.memory_tnt import memory_chunkwise
 from tnt_hf.recipes.benchmarks import contestants
 from tnt_hf.recipes.benchmarks.gate import require_agreement
-from tnt_hf.recipes.benchmarks.measure import summarise, take_turns
+from tnt_hf.recipes.benchmarks.measure import NOT_MEASURED, summarise, take_turns
 
 
 TARGETS = {"ttt-lm": {8: 4.0, 16: 3.0, 64: 2.0}, "titans-pytorch": {8: 50.0, 16: 10.0, 64: 3.0}}
 TOLERANCE = 1e-4  # relative, float32; outputs and every gradient
 TTT_VARIANTS = {"matched": ("silu", "silu"), "matched-gelu": ("gelu", "gelu"), "published": (None, "gelu")}
-NOT_MEASURED = "not measured"
 
 
 def ttt_inputs(tokens: int, heads: int, width: int, expansion: int, seed: int) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from torch.func import grad, vmap
 from tnt_hf.memory_tnt import memory_chunkwise
 from tnt_hf.recipes.benchmarks import memory_op
 from tnt_hf.recipes.benchmarks.gate import require_agreement
-from tnt_hf.recipes.benchmarks.measure import columns, summarise, take_turns, times_faster
+from tnt_hf.recipes.benchmarks.measure import NOT_MEASURED, columns, summarise, take_turns, times_faster
 from tnt_hf.recipes.benchmarks.settings import MemorySettings
 
 
@@ -159,7 +159,7 @@ def summary(found: dict[str, dict], settings: MemorySettings) -> dict:
             if measured:
                 faster.setdefault(f"{rival} {kind}", {})[size] = result[other]["speedup"][settings.clock]
             elif kind != OURS:
-                faster.setdefault(f"{rival} {kind}", {})[size] = memory_op.NOT_MEASURED
+                faster.setdefault(f"{rival} {kind}", {})[size] = NOT_MEASURED
     targets = {"TTT-MLP": memory_op.TARGETS["ttt-lm"], "titans-pytorch": memory_op.TARGETS["titans-pytorch"]}
     holds = {
         f"{name} C={size}": ratio["median"] >= targets[name.split()[0]][int(size)]

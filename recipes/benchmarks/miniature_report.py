@@ -156,10 +156,10 @@ def study(done: dict[str, dict[int, dict]], seeds: list[int], plan: Plan) -> dic
 # ------------------------------------------------------------------------------------------------ table and pictures
 
 
-def time_of(result: dict, row: str, length: str, clock: str = "cpu") -> float | None:
+def time_of(result: dict, row: str, length: str) -> float | None:
     """Median milliseconds per token of a row's training step; `None` for one that is not measured."""
     times = result.get("time", {}).get("milliseconds_per_token", {}).get(length, {})
-    return times[row][clock]["median"] if row in times else None
+    return times[row]["cpu"]["median"] if row in times else None
 
 
 def plus_minus(found: dict, digits: int = 2, sign: str = "") -> str:

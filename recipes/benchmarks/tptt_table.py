@@ -29,10 +29,9 @@ from tnt_hf.conversion import LiZACallback, LiZAConfig, inject, load_injected, l
 from tnt_hf.conversion.files import write_json
 from tnt_hf.conversion.linear_attention import linear_attention
 from tnt_hf.conversion.schedules import mag_modules
-from tnt_hf.recipes.benchmarks.measure import environment
+from tnt_hf.recipes.benchmarks.measure import NOT_MEASURED, environment
 
 
-NOT_MEASURED = "not measured"
 WEIGHT, CHUNK = 0.5, 64
 
 
