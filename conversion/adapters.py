@@ -1,8 +1,8 @@
-"""LoRA on models with memory, through peft: q, k, v and o get low-rank adapters, the memory is trained as it is.
+"""LoRA on models with memory, through peft: q, k, v and o get low-rank adapters; the memory itself is trained.
 
     inject(model, config)                             memory
     model = get_peft_model(model, lora_config(model)) LoRA; or both in one call: get_tptt_model
-    Trainer(model, ...) / model.save_pretrained(dir)  the adapter's folder holds the settings of the injection, too
+    Trainer(model, ...) / model.save_pretrained(dir)  the adapter's folder also holds the injection settings
     load_injected(dir)                                the same model again
     unload(model.merge_and_unload())                  LoRA merged, memory taken out; unload(model) gives the source
 
@@ -50,11 +50,11 @@ TPTT_NAMES = {
 @dataclass
 class InjectedLoraConfig(LoraConfig):
     """
-    peft's `LoraConfig` and the settings of the injection, which so land in every `adapter_config.json`. peft itself
-    warns that it does not know `tnt_injection`, and goes on without a memory.
+    peft's `LoraConfig` plus the injection settings, which are thus saved in every `adapter_config.json`. peft alone
+    warns that it does not know `tnt_injection`, and continues without a memory.
 
     Args:
-        tnt_injection: `model.config.tnt_injection`. What is saved is that of the live model, if it has changed since.
+        tnt_injection: `model.config.tnt_injection`. If it has since changed, the live model's value is saved.
     """
 
     tnt_injection: dict[str, Any] | None = field(default=None, metadata={"help": "Settings of tnt_hf's inject()"})
@@ -72,16 +72,16 @@ def lora_config(model: nn.Module, **overrides: Any) -> LoraConfig:
     Memory-as-Gate weight are trained and saved in full. The memory's own projections get no LoRA.
 
     Args:
-        model: injected (see [`inject`]) or a TNT model; in a `PeftModel`, for another adapter.
-        overrides: fields of `LoraConfig`. `target_modules` may be anything peft takes; of what a name or pattern
-            matches, what is inside the memory is left out. `modules_to_save` is in addition to the memory.
+        model: an injected model (see [`inject`]) or a TNT model; inside a `PeftModel`, for another adapter.
+        overrides: fields of `LoraConfig`. `target_modules` may be anything peft accepts; matches of a name or pattern
+            inside the memory are left out. `modules_to_save` is in addition to the memory.
 
     Returns:
         `LoraConfig`; an [`InjectedLoraConfig`] for an injected model.
 
     Raises:
-        ValueError: a model that is neither, an unknown field, a value out of range, or a target that is nowhere or in
-            the memory alone.
+        ValueError: a model that is neither, an unknown field, a value out of range, or a target that is nowhere or
+            only in the memory.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     targets, transposed = _targets(base)
@@ -122,21 +122,21 @@ def get_tptt_model(
     """
     A pretrained model, a memory and LoRA in one call, as in TPTT: [`inject`], then peft with [`lora_config`].
 
-    Different from TPTT 0.12.1: it loads the model, too, if given its name; returns the `PeftModel` alone, for the
-    state of the operator is in the model's own cache; LoRA is part of it (there: `TpttModel`); the layers are found
-    by architecture and not by name, and an architecture that is not known is refused. Its settings are called
-    `operator` (there `operator_mode`), `weight` (`mag_weight`) and `chunk_size` (`max_chunk_size`), and
-    `max_self_attn_length` as there. The operators are the published ones, always in float32 at least, and causal, so
-    there are no `linear_precision`, `bidirectional`, `cross_gate`, `pooling_config` and `padding_side`.
+    Differences from TPTT 0.12.1: it also loads the model, if given its name; returns only the `PeftModel`, because the
+    operator's state is in the model's own cache; includes LoRA (there: `TpttModel`); finds the layers by architecture
+    and not by name, and refuses an unknown architecture. Its settings are called `operator` (there `operator_mode`),
+    `weight` (`mag_weight`) and `chunk_size` (`max_chunk_size`); `max_self_attn_length` keeps its name. The operators
+    are the published ones, always in float32 at least, and causal, so there are no `linear_precision`,
+    `bidirectional`, `cross_gate`, `pooling_config` and `padding_side`.
 
     Args:
-        base: a model, changed in place, or a folder or Hub id, of whose model the language model alone is taken.
-        config: [`LiZAConfig`], [`TNTInjectionConfig`], or either as a dict (`LiZAConfig` where it names no `"kind"`).
+        base: a model, changed in place; or a folder or Hub id, of which only the language model is taken.
+        config: [`LiZAConfig`], [`TNTInjectionConfig`], or either as a dict (`LiZAConfig` if it names no `"kind"`).
         lora: overrides of [`lora_config`].
         kwargs: for `AutoModelForCausalLM.from_pretrained`, when `base` is a name.
 
     Raises:
-        ValueError: see [`inject`] and [`lora_config`]. A model that was given is unchanged then.
+        ValueError: see [`inject`] and [`lora_config`]. A model that was passed in is then unchanged.
 
     ```python
     model = get_tptt_model("Qwen/Qwen3-0.6B", {"operator": "delta_rule", "weight": 0.5}, lora={"r": 16})
@@ -167,8 +167,8 @@ def get_tptt_model(
 
 @contextmanager
 def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
-    """A context for peft to put an adapter into `model`. Where it fails it leaves behind what it has put in until
-    then, and weights that are frozen."""
+    """A context in which peft adds an adapter to `model`. If that fails, it undoes what peft leaves behind: what was
+    added until then, and frozen weights."""
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         yield
@@ -181,7 +181,7 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
 
 
 def take_out_wrappers(model: nn.Module) -> None:
-    """Put what peft's layers are wrapped around back into its places. `model.delete_adapter` leaves them there."""
+    """Put the layers that peft wrapped back in their places; `model.delete_adapter` leaves the wrappers there."""
     for name, module in reversed(list(model.named_modules())):  # wrappers may hold adapters
         if isinstance(module, BaseTunerLayer):
             model.set_submodule(name, module.get_base_layer())
@@ -190,7 +190,7 @@ def take_out_wrappers(model: nn.Module) -> None:
 
 
 def check_not_merged(model: nn.Module) -> None:
-    """Raises ValueError: an adapter is merged into a weight, which is not what it was without."""
+    """Raises ValueError: an adapter is merged into a weight, which is then no longer the original."""
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and module.merged:
             raise ValueError(
@@ -200,11 +200,11 @@ def check_not_merged(model: nn.Module) -> None:
 
 def without_adapters(model: PeftModel) -> PreTrainedModel:
     """
-    The model inside a `PeftModel` without its adapters, which are not merged: its weights are those it was given. The
+    The model inside a `PeftModel` without its adapters, which are not merged: its weights are the original ones. The
     memory is the one `inject` made. peft's `requires_grad = False` stays.
 
     Raises:
-        ValueError: no `PeftModel`; adapters that changed the weights they are beside.
+        ValueError: not a `PeftModel`; adapters that changed the model's own weights.
     """
     if not isinstance(model, PeftModel):
         how = "pass the PeftModel itself."

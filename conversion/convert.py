@@ -1,8 +1,8 @@
-"""A pretrained checkpoint into a standalone TNT checkpoint, as a stream.
+"""Converts a pretrained checkpoint into a standalone TNT checkpoint, as a stream.
 
-The base tensors of TNT carry Llama's names, so a source of the same dtype is linked or copied as it is, and one shard
-of memory tensors, an index, a configuration and the model's code are written beside it. Only a cast or a fused tensor
-makes new shards. The result appears at once when it is complete (staging), after every check (source, plan).
+TNT's base tensors have Llama's names, so a source of the same dtype is linked or copied as it is, and one shard of
+memory tensors, an index, a configuration and the model's code are written beside it. Only a cast or a fused tensor
+needs new shards. The result appears all at once when it is complete (staging), after every check (source, plan).
 """
 
 import math
@@ -60,30 +60,30 @@ def convert_checkpoint(
     Convert a Llama, Mistral, Qwen2, Qwen3 or Phi-3 checkpoint into a TNT checkpoint that computes the same, unless
     `fields` open the memory's gate (`memory_gate_init` other than 0, `memory_gate="published"`).
 
-    With `window=None` its logits equal the source's bit for bit, in float64 up to rounding of float32; with a window W
+    With `window=None` its logits equal the source's bit for bit (in float64, up to float32 rounding); with a window W,
     at every position < W. `output` appears complete or not at all, whatever happens on the way. (Phi-3's fused
-    projections become separate matrix products, which round differently: equal to rounding.)
+    projections become separate matrix products, which round differently: equal up to rounding.)
 
     Args:
         source: a folder or a Hub id (`revision` for the latter).
-        output: the folder to be.
-        window: keys every query sees (tokens), itself included. `None` keeps the source's attention.
-        keep_full_attention: layers that attend to everything beside a window, or `"auto:N"`: the N whose
+        output: the folder to create.
+        window: keys every query sees (tokens), its own included. `None` keeps the source's attention.
+        keep_full_attention: layers that keep full attention despite the window, or `"auto:N"`: the N whose
             window costs most, in next-token loss on `probe`.
         probe: a text, or the path of a text file, to measure each layer's window error on. Loads the source.
-        dtype: of the base tensors, such as `"bfloat16"`; `None` keeps theirs.
-        link: `"auto"` links the shards where the file system can and copies them otherwise, `"link"` insists,
+        dtype: dtype of the base tensors, such as `"bfloat16"`; `None` keeps theirs.
+        link: `"auto"` links the shards where the file system can, otherwise copies them; `"link"` insists on links;
             `"copy"` copies. A linked shard is the source's file under a second name: changing it in place changes
             both. (`save_pretrained` writes new files and is safe.)
         overwrite: replace `output` if it is an earlier conversion.
-        seed: of the few tensors that start at random.
-        max_shard_size: of shards written anew.
+        seed: seed for the few tensors that start at random.
+        max_shard_size: maximum size of newly written shards.
         progress: show a bar, in bytes.
         check: read linked and copied shards for their SHA-256 and to find nan and infinity, which takes about twice
-            as long as copying them; by default up to 1 GiB in all. What is written anew is always read.
-        say: told what happens, one line each; by default nothing is.
-        begun: copies of this very conversion that are under way, see [`~conversion.head_start.head_start`].
-        fields: of [`TNTConfig`]'s memory, such as `memory_layers=[0, 2]` or `global_chunk_size=256`.
+            as long as copying them; by default up to 1 GiB in all. Newly written shards are always read.
+        say: called with each line that reports what happens; by default nothing is reported.
+        begun: copies for this same conversion already under way, see [`~conversion.head_start.head_start`].
+        fields: memory fields of [`TNTConfig`], such as `memory_layers=[0, 2]` or `global_chunk_size=256`.
 
     Returns:
         The resolved path of the result.

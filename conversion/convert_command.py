@@ -14,10 +14,10 @@ from tnt_hf.termination import orderly_termination
 
 EPILOG = """\
 Any field of the memory can follow as FIELD=VALUE, with the value in YAML: memory_depth=2 local_chunk_sizes=[8,16].
-A YAML file of --config holds the same fields and the long options by their names (window: 512, keep_full_attention:
-"auto:2", link: copy), but for --quiet; the command line wins. Shards of the same dtype are hard links where the file
-system can: no time, no space. What is written anew is read back for its SHA-256 and searched for nan and infinity;
-shards that are linked or copied are read up to 1 GiB in all or with --check, or later by `tnt verify`.
+The YAML file of --config holds the same fields and the long options by name (window: 512, keep_full_attention:
+"auto:2", link: copy), except --quiet; the command line wins. Shards of the same dtype are hard links where the file
+system allows: no time, no space. What is newly written is read back for its SHA-256 and searched for nan and infinity;
+linked or copied shards are read up to 1 GiB in all, or with --check, or later by `tnt verify`.
 """
 # Options a file may set, besides fields of the memory.
 OPTIONS = (
@@ -30,33 +30,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tnt convert`; nothing heavy is imported."""
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
     parser.add_argument("source", metavar="SRC", help="Llama, Mistral, Qwen2, Qwen3 or Phi-3: a folder or Hub id")
-    parser.add_argument("output", metavar="OUT", help="the folder to be; appears complete or not at all")
+    parser.add_argument("output", metavar="OUT", help="folder to create; appears complete or not at all")
     parser.add_argument("fields", metavar="FIELD=VALUE", nargs="*", help="any field of the memory")
-    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="options and fields from a file")
+    parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="read options and fields from a file")
     parser.add_argument("--window", type=int, metavar="W", help="keys a query sees (default: the source's attention)")
     parser.add_argument(
-        "--keep-full-attention", metavar="LAYERS", help="layers beside the window, 0,7,15, or auto:N with --probe"
+        "--keep-full-attention", metavar="LAYERS", help="layers without the window: 0,7,15, or auto:N with --probe"
     )
-    parser.add_argument("--probe", metavar="TEXT_OR_FILE", help="measure every layer's window error on it first")
-    parser.add_argument("--memory-layers", metavar="LAYERS", help="layers with a memory, 0,2 (default: all)")
+    parser.add_argument("--probe", metavar="TEXT_OR_FILE", help="first measure each layer's window error on this text")
+    parser.add_argument("--memory-layers", metavar="LAYERS", help="layers with a memory, such as 0,2 (default: all)")
     parser.add_argument("--dtype", metavar="TYPE", help="bfloat16, float16, float32 (default: the source's)")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--link", dest="link", action="store_const", const="link", help="hard links or an error")
+    how.add_argument("--link", dest="link", action="store_const", const="link", help="hard links, or an error")
     how.add_argument(
         "--copy", dest="link", action="store_const", const="copy", help="copies (default: links if possible)"
     )
     parser.add_argument("--overwrite", action="store_true", default=None, help="replace OUT if it is a conversion")
-    how_much = "read linked and copied shards, or do not (default: up to 1 GiB)"
+    how_much = "read linked and copied shards, or not (default: up to 1 GiB)"
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, help=how_much)
-    parser.add_argument("--seed", type=int, metavar="S", help="of what starts at random (default 0)")
-    parser.add_argument("--max-shard-size", metavar="SIZE", help="of shards written anew (default 5GB)")
+    parser.add_argument("--seed", type=int, metavar="S", help="seed for what starts at random (default: 0)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="maximum size of new shards (default: 5GB)")
     parser.add_argument("--revision", metavar="R", help="branch, tag or commit of a Hub id")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     accept_fields_after_options(parser, "fields")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, and say in a few lines what was done. Raises ValueError or OSError for a mistake in the input."""
+    """Convert, and report in a few lines what was done. Raises ValueError or OSError for a mistake in the input."""
     settings, say = read_settings(options), lambda line: print(line, flush=True)
     with orderly_termination(), ExitStack() as stack:
         begun = head_start(options.source, options.output, settings, say, stack)
@@ -90,7 +90,7 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
     The keyword arguments of `convert_checkpoint` from the file of `--config`, the options and FIELD=VALUE.
 
     Raises:
-        ValueError: a file that holds no mapping, or something that has not the form FIELD=VALUE or of a list of
+        ValueError: a file that holds no mapping, or something that is not of the form FIELD=VALUE or a list of
             layers.
     """
     settings: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_name(name: Any, where: str) -> None:
-    """Raises ValueError if `name` is no name of a setting that is free to choose."""
+    """Raises ValueError if `name` is not the name of a setting that can be chosen."""
     if (
         not isinstance(name, str)
         or not name.isidentifier()
@@ -132,7 +132,7 @@ def check_name(name: Any, where: str) -> None:
 
 
 def parse_layers(text: str, name: str) -> list[int]:
-    """`"0,7,15"` as a list; an empty text is no layer."""
+    """`"0,7,15"` as a list; an empty text means no layers."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() for part in parts):
         raise ValueError(f"--{name.replace('_', '-')} {text}: must be layers such as 0,7,15")

@@ -1,4 +1,4 @@
-"""`export_injected`: an injected model with TNT's memory as a standalone TNT repository, with equal logits.
+"""`export_injected`: writes an injected model with TNT's memory as a standalone TNT repository, with equal logits.
 
 Axis legend of the weights: rows are output channels, `[out, in]`; a fused weight is q, k, v (gate, up) one below the
 other.
@@ -56,20 +56,20 @@ def export_injected(
     """
     Write a model that [`inject`] gave TNT's memory, trained or not, as a [`TNTForCausalLM`] repository with its code.
 
-    The tensors are the same ones. The logits are equal, bit for bit, where the same attention kernel runs, in float64
-    up to rounding of float32; with windows they differ in rounding, because the two mask attention in different ways.
+    The tensors are the same. The logits are equal, bit for bit, where the same attention kernel runs (in float64, up
+    to float32 rounding); with windows they differ in rounding, because the two mask attention in different ways.
 
     Args:
         model: with [`TNTInjectionConfig`] and own projections, of a family in [`FAMILIES`]. It is not changed.
-        output: the folder to be; it appears complete or not at all.
-        tokenizer: saved with it.
+        output: the folder to create; it appears complete or not at all.
+        tokenizer: saved with the model.
         overwrite: replace `output` if it is an earlier conversion or export.
 
     Returns:
         The resolved path of the result.
 
     Raises:
-        ValueError: LoRA that is not merged; no memory, a LiZA operator, shared projections, an architecture or a
+        ValueError: unmerged LoRA; no memory, a LiZA operator, shared projections, an architecture or a
             combination of windows that TNT does not have; tensors that are not finite or not in memory.
         OSError: `output` exists, or the disk is full.
     """

@@ -1,4 +1,4 @@
-"""`inject(model, config)`: a memory beside the attention of any live causal LM, and `unload` to take it out again.
+"""`inject(model, config)`: a memory beside the attention of any live causal LM, and `unload` to remove it again.
 
 Every chosen attention module gets one submodule `memory`, so its tensors are `...self_attn.memory.*`. Nothing else
 changes: no class, no weight, no `requires_grad`. Queries and keys reach the memory as attention gets them, after RoPE.
@@ -27,21 +27,21 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
 
     At w = 0 ([`LiZAConfig`]) or with a closed gate ([`TNTInjectionConfig`]) the model computes what it did, bit for
     bit. The settings go into `model.config.tnt_injection` and are saved with it; the config becomes the model's own
-    copy. A saved one is read back by `load_injected`, or by `inject` into its base and `load_state_dict`; loaded as a
-    plain checkpoint it raises, unless `attn_implementation="sdpa"` asks for the base alone.
+    copy. A saved model is read back by `load_injected`, or by `inject` into its base and `load_state_dict`; loading it
+    as a plain checkpoint raises, unless `attn_implementation="sdpa"` asks for the base alone.
 
     Args:
         model: of an architecture in [`~conversion.architectures.ARCHITECTURES`], with sdpa or eager attention.
         config: [`LiZAConfig`] or [`TNTInjectionConfig`].
-        seed: of the memory's random initial weights, the same as those of a conversion with this seed; the global
+        seed: seed for the memory's random initial weights, the same as in a conversion with this seed; the global
             random state is not touched.
 
     Returns:
-        `model` itself. The memory's parameters require gradients, those of the model are as they were.
+        `model` itself. The memory's parameters require gradients; those of the model are left as they were.
 
     Raises:
         ValueError: an unsupported model or attention implementation, one that has a memory already, layers out of
-            range, or a configuration that does not fit the model. The model is unchanged then.
+            range, or a configuration that does not fit the model. The model is then unchanged.
 
     ```python
     inject(model, LiZAConfig(operator="delta_rule", weight=0.0, max_self_attn_length=512))
@@ -92,11 +92,11 @@ def _check_module(model: object) -> None:
 
 def unload(model: PreTrainedModel) -> PreTrainedModel:
     """
-    Take the memory out, and LoRA with it: modules, hooks, settings and state-dict keys are those of the source again,
-    and so are the logits, bit for bit, as long as its own weights were not trained.
+    Remove the memory, and LoRA with it: modules, hooks, settings and state-dict keys are the source's again, and so
+    are the logits, bit for bit, as long as the model's own weights were not trained.
 
     Returns:
-        `model` itself, or what a PEFT wrapper holds.
+        `model` itself, or the model inside a PEFT wrapper.
 
     Raises:
         ValueError: a model without injected memory, or whose adapters were merged into its weights.
@@ -128,7 +128,7 @@ def unload(model: PreTrainedModel) -> PreTrainedModel:
 
 def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:
     """
-    Change the window of attention beside the memories, for schedules; `None` is the model's own.
+    Change the window of attention beside the memories, for schedules; `None` means the model's own.
 
     Raises:
         ValueError: a model without injected memory, a length below 1 token, or one that leaves tokens visible to no

@@ -1,5 +1,5 @@
 """What `inject` puts into a model: `LiZAConfig`, a linear operator mixed in by a weight, or `TNTInjectionConfig`,
-TNT's hierarchical memory. Both go through JSON unchanged, as `model.config.tnt_injection`."""
+TNT's hierarchical memory. Both survive JSON unchanged, as `model.config.tnt_injection`."""
 
 import warnings
 from dataclasses import asdict, dataclass, fields
@@ -96,18 +96,18 @@ class LiZAConfig(_Injection):
     Args:
         operator: `"delta_rule"`, `"gated_delta_rule"`, `"delta_product"` or `"linear"`, see
             [`~conversion.linear_attention.linear_attention`].
-        feature_map: of q and k: `"silu-l2"`, `"elu+1"`, `"softmax"` or `"identity"`. Delta rules diverge where
+        feature_map: applied to q and k: `"silu-l2"`, `"elu+1"`, `"softmax"` or `"identity"`. Delta rules diverge where
             beta |k|^2 > 2, which `"elu+1"` and `"identity"` do not rule out: a warning says so.
-        weight: w in [0, 1] at first; 0 is the source model, bit for bit. Saved with the model, see `LiZACallback`.
-        gate: writing strength beta (and alpha of `"gated_delta_rule"`) from the mean of the token's key
+        weight: initial w, in [0, 1]; 0 is the source model, bit for bit. Saved with the model, see `LiZACallback`.
+        gate: takes the writing strength beta (and alpha of `"gated_delta_rule"`) from the mean of the token's key
             (`"pooled"`, no parameters: beta = sigmoid(mean k), alpha = sigmoid(mean k)^(1/16)), or from a projection
             of the layer's input (`"learned"`, starting at beta = 1/2 and alpha = 0.999).
-        num_writes: writes per token of `"delta_product"`. Write i has the token's key and value rotated by i pi / n
+        num_writes: writes per token of `"delta_product"`. Write i uses the token's key and value rotated by i pi / n
             in pairs of channels.
-        chunk_size: tokens per chunk; costs, not results, depend on it.
-        max_self_attn_length: attention sees this many tokens, the query's own included; `None` is all. Padding between
-            two turns counts, as in the library's sliding windows; the cache keeps all keys.
-        layers: layers that get the operator; `None` is all.
+        chunk_size: tokens per chunk; affects cost, not results.
+        max_self_attn_length: attention sees this many tokens, the query's own included; `None` means all. Padding
+            between two turns counts, as in the library's sliding windows; the cache keeps all keys.
+        layers: layers that get the operator; `None` means all.
         implementation: `"chunk"`, `"recurrent"`, or `"fla"` (the CUDA kernels of flash-linear-attention).
 
     Raises:
@@ -152,19 +152,19 @@ class TNTInjectionConfig(_Injection):
     At the default gate (`"add"`, starting at 0) the injected model is the source, bit for bit.
 
     Args:
-        layers: layers that get a memory; `None` is all.
+        layers: layers that get a memory; `None` means all.
         max_self_attn_length: attention sees this many tokens, the query's own included; `None` is what the model has.
         global_chunk_size: tokens; `"auto"` is `max_self_attn_length`, or the model's sliding window, or 512.
-        local_reset_interval: tokens; `"auto"` is four times the global chunk, or the next multiple of that which all
+        local_reset_interval: tokens; `"auto"` is four times the global chunk, or the next multiple of it that all
             local chunks divide.
-        memory_projections: `"own"`, starting as copies of the layer's q, k and v weights, at random where
-            `memory_num_heads` or `memory_head_dim` give the memory other heads; or `"shared"`: the q, k and v of the
-            attention interface, keys and queries after RoPE. Only `"own"` can be exported as a TNT model, whose
-            shared ones are those before RoPE.
+        memory_projections: `"own"`, starting as copies of the layer's q, k and v weights, or at random where
+            `memory_num_heads` or `memory_head_dim` give the memory different heads; or `"shared"`: the q, k and v of
+            the attention interface, keys and queries after RoPE. Only `"own"` can be exported as a TNT model, whose
+            shared projections are those before RoPE.
         memory_gate_init: `None` is 0 for the gates `"add"` and `"mix"`.
 
     Raises:
-        ValueError: an invalid value, naming the field; those of `TNTConfig` when the model is known.
+        ValueError: an invalid value, naming the field; `TNTConfig`'s own errors once the model is known.
     """
 
     kind: ClassVar[str] = "tnt"
@@ -202,7 +202,7 @@ class TNTInjectionConfig(_Injection):
 
     def memory_config(self, host: Any, layer: int) -> TNTConfig:
         """
-        The [`TNTConfig`] of the memory in a layer of a model with config `host`, with sizes from it.
+        The [`TNTConfig`] of the memory in a layer of a model with config `host`, with sizes taken from it.
 
         Raises:
             ValueError: a value or combination that `TNTConfig` refuses, or layers out of range.
@@ -236,7 +236,7 @@ def injection_from_dict(settings: dict[str, Any]) -> LiZAConfig | TNTInjectionCo
     The config that `to_dict` wrote, of whichever kind: `injection_from_dict(model.config.tnt_injection)`.
 
     Raises:
-        ValueError: no or an unknown `"kind"`, or what the kind's `from_dict` refuses.
+        ValueError: a missing or unknown `"kind"`, or what the kind's `from_dict` refuses.
     """
     kind = settings.get("kind") if isinstance(settings, dict) else settings
     if not isinstance(settings, dict) or not isinstance(kind, str) or kind not in INJECTIONS:

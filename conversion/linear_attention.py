@@ -45,10 +45,10 @@ FEATURE_MAPS = {
 
 def feature_map(x: Tensor, name: str) -> Tensor:
     """
-    Keys or queries on their way into a linear operator.
+    Map keys or queries before they enter a linear operator.
 
     Args:
-        x: `[..., K]`; computed in float32 at least, returned in its dtype.
+        x: `[..., K]`; computed in float32 at least, returned in the dtype of `x`.
         name: `"silu-l2"` (SiLU, then unit length), `"elu+1"`, `"softmax"` (over the K features) or `"identity"`.
 
     Raises:
@@ -77,30 +77,29 @@ def linear_attention(
     check_decay: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """
-    One linear operator over a batch of sequences. `"chunk"` and `"recurrent"` are the same function to rounding, with
-    all gradients, also through the states.
+    One linear operator over a batch of sequences. `"chunk"` and `"recurrent"` are the same function up to rounding,
+    with all gradients, including those through the states.
 
     Args:
-        q: `[B, T, Hq, K]`; Hq is a multiple of H, query heads of one key head are neighbours. Nothing is normalised
-            here, see [`feature_map`].
+        q: `[B, T, Hq, K]`; Hq is a multiple of H, query heads of one key head are adjacent. Nothing is normalised
+            here; see [`feature_map`].
         k, v: `[B, T, H, K]` and `[B, T, H, V]`; `"delta_product"`: `[B, T, H, n, K]` and `[B, T, H, n, V]`.
         rule: `"delta_rule"` (S += beta k^T (v - k S)), `"gated_delta_rule"` (Gated DeltaNet: S is multiplied by decay
-            first), `"delta_product"` (arXiv 2502.10297: n delta steps per token; with `decay` the gated one) or
+            first), `"delta_product"` (arXiv 2502.10297: n delta steps per token; gated if given a `decay`) or
             `"linear"` (S = decay S + beta k^T v).
         beta: `[B, T, H]`, `"delta_product"`: `[B, T, H, n]`, the final writing strengths (0..2 with unit keys is a
-            contraction; not checked). Required but for `"linear"`, where `None` is 1.
-        decay: `[B, T, H]`, the final alpha in (0, 1]. Required by `"gated_delta_rule"`, impossible with
-            `"delta_rule"`, `None` is 1 elsewhere.
-        chunk_size: tokens per chunk of `"chunk"`; costs, not results, depend on it. A single token takes the
-            recurrence.
-        mask: `[B, T]` bool, `False` = absent: the token changes nothing, its output is 0 and its inputs, also NaN,
-            are not looked at.
+            contraction; not checked). Required except for `"linear"`, where `None` is 1.
+        decay: `[B, T, H]`, the final alpha in (0, 1]. Required by `"gated_delta_rule"`, not allowed with
+            `"delta_rule"`; elsewhere `None` is 1.
+        chunk_size: tokens per chunk of `"chunk"`; affects cost, not results. A single token takes the recurrence.
+        mask: `[B, T]` bool, `False` = absent: the token changes nothing, its output is 0 and its inputs, even NaN,
+            are ignored.
         segment_ids: `[B, T]` int; a change between present tokens restarts the state at 0.
-        initial_state: `[B, H, K, V]`, of an earlier call: splitting a sequence anywhere gives the whole.
-        scale: of the output.
+        initial_state: `[B, H, K, V]`, from an earlier call: a sequence split anywhere gives the same as the whole.
+        scale: factor on the output.
         implementation: `"chunk"`; `"recurrent"`, the published recurrence token by token; or `"fla"`, the CUDA
             kernels of flash-linear-attention (see `conversion/linear_kernels.py`).
-        check_decay: whether to look at the values of `decay`, for which a GPU has to be waited for.
+        check_decay: whether to check the values of `decay`, which means waiting for a GPU.
 
     Returns:
         o `[B, T, Hq, V]` in q's dtype and, with `output_final_state`, the state `[B, H, K, V]`, else `None`.
@@ -108,7 +107,7 @@ def linear_attention(
 
     Raises:
         ValueError: a shape, dtype, name, value or combination that does not fit; names the argument. The values of
-            `decay` are not looked at under `torch.compile`, where that would break the graph.
+            `decay` are not checked under `torch.compile`, where that would break the graph.
         ImportError: `implementation="fla"` without that package.
     """
     _check(q, k, v, rule, beta, decay, chunk_size, mask, segment_ids, initial_state, scale, implementation)

@@ -27,11 +27,11 @@ DECAY_ROOT = 16  # a pooled alpha is the 16th root of a sigmoid near 1/2, or it 
 
 class LiZAMemory(TNTMixingWeight):
     """
-    The `memory` of an attention module: joins attention's output and a linear operator's.
+    The `memory` of an attention module: mixes the output of attention with that of a linear operator.
 
     Attributes:
         weight: w, a 0-dim buffer of float32 at least, saved with the model and set by schedules.
-        state_slots: tensors it keeps in a cache layer, the operator's state and how many tokens it has read.
+        state_slots: how many tensors it keeps in a cache layer: the operator's state and the number of tokens read.
     """
 
     is_memory_as_gate = True
@@ -60,7 +60,7 @@ class LiZAMemory(TNTMixingWeight):
                 nn.init.constant_(self.decay_proj.bias, DECAY_START)
 
     def is_open(self) -> bool:
-        """Whether it has a say."""
+        """Whether it affects the output."""
         return bool(self.weight != 0)
 
     def forward(

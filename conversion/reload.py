@@ -1,8 +1,8 @@
-"""Injected models from what `save_pretrained` wrote: a whole model, or an adapter beside its base.
+"""Loads injected models from what `save_pretrained` wrote: a whole model, or an adapter beside its base.
 
-Both kinds of folder hold the settings of the injection, as `tnt_injection` in `config.json` and in
-`adapter_config.json`, so the memory is put back before its tensors are read. Every tensor of the memory must be there,
-with the right shape: nothing is left at its start silently.
+Both kinds of folder hold the injection settings, as `tnt_injection` in `config.json` and in `adapter_config.json`, so
+the memory is put back before its tensors are read. Every tensor of the memory must be there, with the right shape:
+nothing is silently left at its initial value.
 """
 
 import os
@@ -64,26 +64,26 @@ def load_injected(
     `load_injected(folder)` takes either kind of folder: an adapter (its base is the one named in it), or a whole
     injected model. `load_injected(base, adapter)` puts an adapter on a base of your own.
 
-    A whole model is of the class that was saved: also a classifier, or the base model without a head.
+    A whole model has the class that was saved, which may be a classifier or the base model without a head.
 
-    `AutoModelForCausalLM` and `PeftModel.from_pretrained` alone do not know of the memory: use this function.
+    `AutoModelForCausalLM` and `PeftModel.from_pretrained` alone do not know about the memory: use this function.
 
     Args:
         base: a model (changed in place), a folder or a Hub id; `None`: the adapter's `base_model_name_or_path`. A
             `PeftModel` gets one more adapter, inactive, as with peft's `load_adapter`.
         adapter: folder or Hub id of an adapter; a Trainer checkpoint is one.
-        injection: for an adapter that holds no settings because it was saved without [`lora_config`].
+        injection: settings for an adapter that holds none because it was saved without [`lora_config`].
         adapter_name: its name in the `PeftModel`.
-        is_trainable: to go on training; otherwise everything is frozen and in eval mode, as in peft.
-        revision: of the Hub repository with the adapter or the whole model.
-        kwargs: for `from_pretrained`, such as `dtype` and `attn_implementation`.
+        is_trainable: for further training; otherwise everything is frozen and in eval mode, as in peft.
+        revision: revision of the Hub repository with the adapter or the whole model.
+        kwargs: passed to `from_pretrained`, such as `dtype` and `attn_implementation`.
 
     Returns:
         A `PeftModel` for an adapter, a model of its own class otherwise.
 
     Raises:
         ValueError: a missing, foreign or damaged folder; a base of other shapes or with another injection. A model
-            that was given is unchanged then.
+            that was passed in is then unchanged.
         OSError: a file cannot be read.
     """
     if injection is not None and not isinstance(injection, (LiZAConfig, TNTInjectionConfig)):

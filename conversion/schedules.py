@@ -18,8 +18,8 @@ MODES = ("constant", "gradual", "cyclic", "switch", "ramp")
 def mag_modules(model: nn.Module) -> Iterator[nn.Module]:
     """
     The modules of `model` that mix memory and attention by a scheduled weight: they have a 0-dim buffer `weight` and
-    say `is_memory_as_gate = True`, as LiZA's and the gate `memory_gate="mix"` do. Found inside wrappers, too; of a
-    peft model those of the active adapters, not of other adapters or the originals kept aside.
+    set `is_memory_as_gate = True`, as LiZA's and the gate `memory_gate="mix"` do. Also found inside wrappers; in a
+    peft model, those of the active adapters, not those of other adapters or the originals kept aside.
     """
     weight = model._buffers.get("weight")
     if getattr(model, "is_memory_as_gate", False) and weight is not None and weight.dim() == 0:
@@ -36,7 +36,7 @@ class LiZACallback(TrainerCallback):
     Schedules the Memory-as-Gate weight of every injected module.
 
     The weight is set when training begins and after every optimizer step, from `state.global_step`: step number s
-    (from 0) trains with `weight_at(s)`, and what is evaluated, logged or saved after it has `weight_at(s + 1)`.
+    (from 0) trains with `weight_at(s)`; anything evaluated, logged or saved after it has `weight_at(s + 1)`.
     Gradient accumulation does not change it. It is logged as `mag_weight`.
 
     Args:
@@ -49,13 +49,13 @@ class LiZACallback(TrainerCallback):
         weight_list: values in [0, 1] for `"cyclic"`, by default `[initial_weight, final_weight]`.
         switch_period: optimizer steps, at least 1.
 
-    The names and modes are TPTT's. Different from TPTT 0.12.1: the model comes from the `Trainer` and is no argument;
-    the first step has its scheduled weight, too; `initial_weight` starts at 0.01 and not 0; `"switch"` sets the weight
-    to 0 where TPTT sets `disable_linear_attn`, which gives the same output; `"ramp"`, which crashes there, ends at
-    `final_weight`. Numbers are numbers: lists of one are refused.
+    The names and modes are TPTT's. Differences from TPTT 0.12.1: the model comes from the `Trainer` and is not an
+    argument; the first step also has its scheduled weight; `initial_weight` starts at 0.01 and not 0; `"switch"` sets
+    the weight to 0 where TPTT sets `disable_linear_attn`, which gives the same output; `"ramp"`, which crashes there,
+    ends at `final_weight`. Numbers must be plain numbers: one-element lists are refused.
 
     Reporters that the `Trainer` lists before its callbacks (TensorBoard, W&B) have already seen a log entry when
-    `mag_weight` joins it; `state.log_history` has it. To have them see it, too, move the callback to the front:
+    `mag_weight` joins it; `state.log_history` has it. To let them see it too, move the callback to the front:
     `trainer.callback_handler.callbacks.insert(0, callback)`.
 
     Raises:
@@ -90,7 +90,7 @@ class LiZACallback(TrainerCallback):
         self.weight_list = [float(w) for w in (weight_list or (initial_weight, final_weight))]
 
     def weight_at(self, step: int) -> float:
-        """The weight after `step` optimizer steps, in which step number `step` (from 0) trains."""
+        """The weight after `step` optimizer steps, with which step number `step` (from 0) trains."""
         if self.mode == "constant":
             return self.final_weight
         if self.mode == "cyclic":
@@ -110,16 +110,16 @@ class LiZACallback(TrainerCallback):
             )
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Set the weight of the step to come, the first or a resumed one, of a model that has one."""
+        """Set the weight for the coming step, the first or a resumed one; the model must have one."""
         self.check(model)
         self._set(model, state.global_step)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        """Set the weight of the step to come."""
+        """Set the weight for the coming step."""
         self._set(model, state.global_step)
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
-        """Add `mag_weight` as the model has it."""
+        """Add the model's current `mag_weight`."""
         module = None if model is None or logs is None else next(mag_modules(model), None)
         if module is not None:
             logs["mag_weight"] = module.weight.item()

@@ -3,10 +3,10 @@
 Axis legend
     T tokens of the probe   V vocabulary
 
-A fresh conversion has a closed memory and must be its source, bit by bit, wherever no window cuts what a layer sees. A
-trained one has opened its memory: how far it went from the source is then reported and promised by nobody. What makes
-any result usable (no look into the future, decoding equal to the forward pass, padding without effect, ...) is
-promised always, and checked with the memory as it is and with its gates opened at random, so that it cannot hide.
+A fresh conversion has a closed memory and must equal its source, bit for bit, wherever no window cuts what a layer
+sees. A trained one has opened its memory: how far it moved from the source is then reported, not promised. What makes
+any result usable (no look into the future, decoding equal to the forward pass, padding without effect, ...) is always
+promised, and checked both with the memory as it is and with its gates opened at random, so that it cannot hide.
 """
 
 import os
@@ -80,27 +80,27 @@ def verify_conversion(
     """
     Compare a converted checkpoint with its source and check what every result promises.
 
-    The models are loaded one after the other, from local files or the Hub's cache, without running code of theirs.
+    The models are loaded one after the other, from local files or the Hub's cache, without running any of their code.
 
     Args:
         source: folder or Hub id that was converted. output: folder of the result, trained or not.
-        text: probe text, or the path of a text file; by default text that comes with Python. Without a tokenizer in
-            the source the probe is random ids.
+        text: probe text, or the path of a text file; by default text that comes with Python. If the source has no
+            tokenizer, the probe is random ids.
         tokens: length T of the probe; by default enough to cross the window, the first chunk of
-            every memory and a reset that is near.
+            every memory and a reset, if one is near.
         report: JSON file to write.
-        dtype: computes in this dtype instead of the one the result was saved in.
-        seed: of random ids and of the gates opened for the checks.
-        progress: name the step on standard error, if that is a terminal.
+        dtype: compute in this dtype instead of the one the result was saved in.
+        seed: seed for random ids and for the gates opened in the checks.
+        progress: show the current step on standard error, if that is a terminal.
 
     Returns:
         The report, JSON-serialisable: `"passed"` (bool), `"verdict"`, `"checks"` (one per promise: name, promise,
         status, measured, reason), `"memory"` (closed, open, none or unknown), `"probe"`, `"accounting"` (bytes),
-        `"ablations"`, `"environment"`; `"format"`, `"source"` and `"output"` say what it is of.
+        `"ablations"`, `"environment"`; `"format"`, `"source"` and `"output"` identify it.
 
     Raises:
         ValueError, OSError: wrong input (no such folder, a source that cannot be converted or loaded, an output that
-            is no TNT model, impossible options). A damaged output raises nothing: its checks fail.
+            is not a TNT model, impossible options). A damaged output raises nothing: its checks fail.
     """
     out = Path(output)
     _check_options(out, tokens, report, dtype)

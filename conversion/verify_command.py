@@ -1,4 +1,4 @@
-"""Prove what a converted checkpoint promises against its source: the parity report."""
+"""Check a converted checkpoint's promises against its source: the parity report."""
 
 import argparse
 from pathlib import Path
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=int,
         metavar="N",
-        help="length of the probe, about 60 forward passes (default: past the window)",
+        help="length of the probe, read in about 60 forward passes (default: past the window)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the whole report as JSON")
     parser.add_argument("--markdown", metavar="FILE", help="write the table as Markdown")
@@ -22,11 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float64", "float32", "bfloat16", "float16"),
         help="compute in this dtype (default: as saved)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of random ids and of the gates opened for the checks")
+    parser.add_argument("--seed", type=int, default=0, help="seed for random ids and the gates opened in the checks")
     parser.add_argument(
         "--record-digests",
         action="store_true",
-        help="after a pass, take the SHA-256 of shards that were not read yet and note it in the manifest",
+        help="after a pass, take the SHA-256 of shards not read yet and record it in the manifest",
     )
 
 

@@ -13,7 +13,7 @@ _LONG = re.compile(r"(\S{1000}|\s{1000})")  # training takes the cube of a word'
 
 
 def train_tokenizer(texts, vocab_size: int):
-    """Byte-level BPE trained on `texts`, as a tokenizer of transformers. Every byte has a token, so any text fits."""
+    """Byte-level BPE trained on `texts`, as a Transformers tokenizer. Every byte has a token, so any text works."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -37,11 +37,11 @@ def train_tokenizer(texts, vocab_size: int):
 def windows(texts, tokenizer, length: int) -> "tuple[Tensor, int]":
     """Cuts every text into windows of `length` tokens that never cross from one file into another.
 
-    A file's first window starts with `END_OF_TEXT`, its last one ends with it and overlaps the one before, so that no
-    token of a file of at least `length` tokens is lost; shorter files are left out.
+    A file's first window starts with `END_OF_TEXT`; its last one ends with it and overlaps the one before, so no token
+    of a file of at least `length` tokens is lost. Shorter files are left out.
 
     Returns:
-        (windows `[N, length]` int64 in the order of the texts, tokens of the files left out).
+        (windows `[N, length]` int64 in the order of the texts, number of tokens in the files left out).
     """
     import torch
 

@@ -1,8 +1,8 @@
 """The demo: what this package is for, from a Llama trained on real text to a hybrid that can be pushed, in minutes.
 
-A small Llama learns the source text of Python's standard library, and `tnt convert` narrows its attention to a window
-with a memory beside it, `tnt verify` proves what is promised of that, distillation brings back what the window hides,
-stage 2 refines the local memory, `tnt eval` measures the result and a model card is written. Controls without memory
+A small Llama learns the source text of Python's standard library. `tnt convert` narrows its attention to a window
+with a memory beside it, `tnt verify` proves what that promises, distillation brings back what the window hides,
+stage 2 refines the local memory, `tnt eval` measures the result, and a model card is written. Controls without memory
 show what LoRA alone brings back.
 
 The amount of work is fixed by `--budget`, not by the clock, so a run can be repeated exactly. Students share nothing
@@ -49,7 +49,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Train a small Llama on real text, convert it, verify, distil, refine and evaluate the hybrid.",
     )
     parser.add_argument(
-        "--only", choices=STUDENTS, action="append", metavar="MODEL", help=f"of {', '.join(STUDENTS)}; may be repeated"
+        "--only", choices=STUDENTS, action="append", metavar="MODEL", help=f"{', '.join(STUDENTS)}; may be repeated"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("demo_out"), metavar="DIR",
@@ -61,10 +61,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=plan.seed)
     parser.add_argument(
-        "--precision", choices=("auto", *PRECISIONS), default="auto", help="auto: what trains faster on this machine"
+        "--precision", choices=("auto", *PRECISIONS), default="auto", help="auto: whichever trains faster here"
     )
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="trainings at a time (default: one per core, at most 4)"
+        "--workers", type=int, metavar="N", help="training jobs at a time (default: one per core, at most 4)"
     )
     parser.add_argument("--corpus", type=Path, metavar="DIR", help="Python sources (default: the standard library)")
     options = parser.parse_args(arguments)
@@ -82,7 +82,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def claim(output: Path) -> None:
     """
-    An empty folder for the demo: what an earlier one left there is removed, other files are not touched.
+    An empty folder for the demo: what an earlier demo left there is removed; other files are not touched.
 
     Raises:
         FileExistsError: something else is there.
@@ -104,7 +104,7 @@ def claim(output: Path) -> None:
 
 
 def jobs_of(options: argparse.Namespace, plan: ConversionPlan, corpus: Corpus) -> tuple[dict, dict, float]:
-    """The jobs, what each has to wait for, and the bytes of a held-out token."""
+    """The jobs, what each has to wait for, and the bytes per held-out token."""
     from tnt_hf.recipes.demo_students import Student, evaluate_student, train_student
 
     texts = corpus.held_out if options.corpus else measured_on(corpus.held_out)

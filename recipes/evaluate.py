@@ -3,8 +3,8 @@
     tnt eval runs/tnt_debug/stage1 --tasks perplexity,ablation
     python -m tnt_hf.recipes.evaluate MODEL --context 1024 4096
 
-`evaluate` is the same for a model in memory. The model is left as it was, to the bit. What costs time to import is
-imported when there is something to evaluate, so `--help` answers at once.
+`evaluate` does the same for a model in memory. The model is left as it was, to the bit. Slow imports wait until there
+is something to evaluate, so `--help` answers at once.
 """
 
 import argparse
@@ -45,22 +45,22 @@ def evaluate(
     Evaluates a causal language model, which is left as it was.
 
     Args:
-        model: TNT or any other; with injected memory and adapters as `load_injected` gives it.
-        tokenizer: needed for every task but recall and cost.
-        tasks: of `TASKS`; by default all that apply, and `skipped` in the result names the others with the reason.
-        data: `python-stdlib`, a file, folder or Hub id as `dataset_name` of a recipe, or an iterable of texts.
-        data_config, split, text_column: of a dataset; the split is "train" by default.
-        held_out: share of the documents that a training with this `eval_share` leaves out; by default 0.05 of
-            `python-stdlib`, and 0, which is all documents, of anything else.
-        context: lengths in tokens. The longest is that of every task, cost is measured at each. By default 1024 and a
+        model: TNT or any other; with injected memory and adapters as `load_injected` returns it.
+        tokenizer: needed for every task except recall and cost.
+        tasks: some of `TASKS`; by default all that apply; `skipped` in the result names the others with the reason.
+        data: `python-stdlib`, a file, folder or Hub id as for `dataset_name` in a recipe, or an iterable of texts.
+        data_config, split, text_column: for a dataset; the split is "train" by default.
+        held_out: evaluate the share of the documents that training with this `eval_share` leaves out; by default 0.05
+            for `python-stdlib`, and 0, meaning all documents, for anything else.
+        context: lengths in tokens. Every task uses the longest; cost is measured at each. By default 1024 and a
             quarter of it, or less where `max_position_embeddings` is less.
-        tokens: of text, at most; no document brings more than the longest context or a sixteenth of it.
-        samples: pass keys per distance, and sequences of recall.
-        batch_size: rows at a time, by default 8 or as many as keep their logits in 512 MiB.
-        local_chunk_sizes: of a TNT model, for this evaluation.
+        tokens: text tokens, at most; no document brings more than the longest context or a sixteenth of `tokens`.
+        samples: number of pass keys per distance, and of recall sequences.
+        batch_size: rows at a time, by default 8, or as many as keep their logits in 512 MiB.
+        local_chunk_sizes: chunk sizes of a TNT model for this evaluation.
 
     Returns:
-        The content of evaluation.json, see the README.
+        The content of evaluation.json; see the README.
 
     Raises:
         ValueError: an unknown task, one that cannot be run, an argument out of range, a context beyond what a model
@@ -123,30 +123,33 @@ def build_parser() -> argparse.ArgumentParser:
         "--data", default="python-stdlib", help="python-stdlib (held-out files), file, folder or Hub id"
     )
     parser.add_argument("--data-config", metavar="NAME", help="configuration of a Hub dataset")
-    parser.add_argument("--split", help="of a dataset (default: train)")
+    parser.add_argument("--split", help="split of a dataset (default: train)")
     parser.add_argument("--text-column", default="text", metavar="NAME")
     parser.add_argument(
-        "--held-out", type=float, metavar="SHARE", help="of the data, as eval_share (default: 0.05 of python-stdlib)"
+        "--held-out",
+        type=float,
+        metavar="SHARE",
+        help="held-out share of the data, as eval_share (default: 0.05 for python-stdlib)",
     )
     parser.add_argument(
         "--context", action=Integers, nargs="+", metavar="TOKENS",
-        help="context lengths; the longest counts, cost is measured at each (default: 256 1024, or the model's)",
+        help="context lengths; tasks use the longest, cost is measured at each (default: 256 1024, or the model's)",
     )  # fmt: skip
-    parser.add_argument("--tokens", type=int, default=32_768, help="of text, at most (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32_768, help="text tokens, at most (default: %(default)s)")
     parser.add_argument(
-        "--samples", type=int, default=32, help="pass keys per distance, sequences of recall (default: %(default)s)"
+        "--samples", type=int, default=32, help="pass keys per distance, recall sequences (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, metavar="ROWS", help="default: 8, or what keeps logits in 512 MiB")
     parser.add_argument(
-        "--local-chunk-sizes", action=Integers, nargs="+", metavar="C", help="of a TNT model, one for all or each"
+        "--local-chunk-sizes", action=Integers, nargs="+", metavar="C", help="of a TNT model: one for all, or one each"
     )
     parser.add_argument("--tokenizer", metavar="NAME", help="folder or Hub id (default: the model's)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float64", "float32", "bfloat16", "float16"))
-    parser.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
+    parser.add_argument("--device", help="default: cuda if available, otherwise cpu")
     parser.add_argument(
         "--output", metavar="DIR",
-        help="default: MODEL/evaluation in the folder of a run or a model with memory, otherwise ./evaluation",
+        help="default: MODEL/evaluation if MODEL is the folder of a run or of a model with memory, else ./evaluation",
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in DIR")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with MODEL")

@@ -1,7 +1,7 @@
 """Optimizer groups: which parameters learn at which rate, and which of them decay.
 
 Weight decay is for the matrices of ordinary layers. W_init of a memory, every gate, norms and biases have values that
-mean something by themselves, and decay would pull them to zero.
+mean something in themselves, and decay would pull them to zero.
 """
 
 import copy
@@ -32,7 +32,7 @@ def kind_of(name: str) -> str:
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies to a parameter: matrices that are no W_init, gate, norm or persistent token."""
+    """Whether weight decay applies to a parameter: matrices other than W_init, gates, norms and persistent tokens."""
     return parameter.ndim > 1 and not re.search(UNDECAYED, name)
 
 
@@ -45,13 +45,13 @@ def parameter_groups(
     rates: dict[str, float] | None = None,
 ) -> list[dict]:
     """
-    Groups for an optimizer that hold every trainable parameter of `model` exactly once.
+    Optimizer groups that hold every trainable parameter of `model` exactly once.
 
     Args:
-        learning_rate: of everything that has no other rate.
-        weight_decay: of what [`decays`]; 0 for the rest.
-        memory_learning_rate: of the memory; gate_learning_rate: of the factor with which it joins attention.
-        rates: instead of these three, one rate per kind in `KINDS`.
+        learning_rate: for everything that has no other rate.
+        weight_decay: for what [`decays`]; 0 for the rest.
+        memory_learning_rate: for the memory; gate_learning_rate: for the factor with which it joins attention.
+        rates: one rate per kind in `KINDS`, instead of these three.
 
     Returns:
         `{"params", "lr", "weight_decay", "kind", "names"}`, at most two for each kind, in the order of `KINDS`.
@@ -93,10 +93,10 @@ def run_steps(args: Any, rows: Any) -> int:
 
 def try_optimizer(trainer: Trainer) -> None:
     """
-    Make the optimizer of a run and its schedule for one number: what is wrong with them is known before the run.
+    Build a run's optimizer and schedule for a single number, so that mistakes in them show before the run.
 
     Raises:
-        ValueError: they cannot be made, an option changes nothing, or the schedule gives no rate at its first or its
+        ValueError: they cannot be made, an option changes nothing, or the schedule gives no valid rate at its first or
             last step, where a run would end without its model.
     """
     args, model = trainer.args, trainer.model

@@ -3,8 +3,8 @@
     tnt push runs/tnt_150m/stage2 user/tnt-150m --private
     tnt push runs/tnt_150m/stage2 user/tnt-150m --dry-run      lists what would be uploaded; needs no network
 
-The folder is checked first: nothing is uploaded from one whose files do not fit together. Weights and code that an
-earlier push left in the repository and that are not part of this one are removed by the same commit.
+The folder is checked first: if its files do not fit together, nothing is uploaded. The same commit removes weights and
+code that an earlier push left in the repository and that are not part of this one.
 """
 
 import argparse
@@ -31,15 +31,15 @@ def push(
 
     Args:
         folder: a saved TNT model, a model with an injected memory, or an adapter.
-        repo: `owner/name` on the Hub; made if it does not exist.
-        private: make it private, if it is made here.
-        revision: the branch to commit to; made if it does not exist.
-        message: of the commit.
+        repo: `owner/name` on the Hub; created if it does not exist.
+        private: make it private, if it is created here.
+        revision: the branch to commit to; created if it does not exist.
+        message: the commit message.
         dry_run: only check and list: no network, and nothing is written.
         regenerate_card: replace a README.md that somebody wrote or edited, here or in the repository.
         license: for the card's metadata, as the Hub calls it (`apache-2.0`); by default that of the folder's card, or
             of what the model was made from.
-        say: told what happens, one line each.
+        say: called with each line that reports what happens.
 
     Returns:
         The address of the commit; `None` for a dry run.
@@ -164,11 +164,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="tnt push", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", metavar="OUT", help="folder of a saved model or adapter")
-    parser.add_argument("repo", metavar="REPO", help="owner/name on the Hub; made if it does not exist")
-    parser.add_argument("--private", action="store_true", help="make the repository private, if it is made here")
+    parser.add_argument("repo", metavar="REPO", help="owner/name on the Hub; created if it does not exist")
+    parser.add_argument("--private", action="store_true", help="make the repository private, if it is created here")
     parser.add_argument("--revision", default="main", metavar="BRANCH", help="branch to commit to (default: main)")
-    parser.add_argument("--message", metavar="TEXT", help="of the commit (default: Upload OUT)")
-    parser.add_argument("--dry-run", action="store_true", help="check and list only: no network, nothing is written")
+    parser.add_argument("--message", metavar="TEXT", help="commit message (default: Upload OUT)")
+    parser.add_argument("--dry-run", action="store_true", help="only check and list: no network, nothing is written")
     parser.add_argument(
         "--regenerate-card", action="store_true", help="replace a README.md that somebody wrote or edited"
     )

@@ -3,7 +3,7 @@
     --config recipes/tnt_debug/stage1.yaml --learning_rate 1e-3 --model_config.hidden_size 64 --local_chunk_sizes 4 8
 
 The file is a flat mapping of fields; the command line overrides it, and mappings are merged, not replaced. A field of
-`TNTConfig` may stand where a field of a recipe may and means `model_config.FIELD`. Everything is checked before
+`TNTConfig` may stand wherever a recipe field may, and means `model_config.FIELD`. Everything is checked before
 anything is loaded: names, types, ranges, and settings that contradict each other.
 """
 
@@ -51,7 +51,7 @@ MOST_TOKENS = 1_000_000  # of a vocabulary: the trainer of the tokenizer allocat
 
 @dataclass
 class Recipe:
-    """A run: its four dataclasses, and where they come from.
+    """A run: its four dataclasses, and where they came from.
 
     Attributes:
         training: `transformers.TrainingArguments`.
@@ -68,7 +68,7 @@ class Recipe:
 
 
 def default_settings() -> dict[str, Any]:
-    """What a recipe means by every field that it does not mention, as YAML would say it."""
+    """The value of every field that a recipe does not mention, as YAML would write it."""
     from transformers import TrainingArguments
 
     return _defaults(TrainingArguments, *OURS) | TRAINER_DEFAULTS
@@ -87,7 +87,7 @@ class Text(str):
 
 
 class Flag(Text):
-    """What stands for the value of an option that has none: true, where the field may be that."""
+    """Stands for the value of an option given without one: true, if the field can be that."""
 
 
 def read_recipe(arguments: list[str]) -> Recipe:
@@ -158,11 +158,11 @@ def read_recipe(arguments: list[str]) -> Recipe:
 
 def flatten(*layers: dict[str, Any]) -> dict[str, Any]:
     """
-    Settings as files and command lines give them, later over earlier ones, by the fields that they set: a field of
-    `TNTConfig` is one of `model_config`.
+    Settings from files and command lines, later ones over earlier ones, by the field that they set: a `TNTConfig`
+    field becomes one of `model_config`.
 
     Raises:
-        ValueError: what is no field, or is given twice in one layer.
+        ValueError: a name that is not a field, or one given twice in one layer.
     """
     from tnt_hf import TNTConfig
 

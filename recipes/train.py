@@ -3,8 +3,8 @@
     tnt train --config tnt_debug/stage1 --learning_rate 1e-3
     accelerate launch -m tnt_hf.recipes.train --config recipes/tnt_debug/stage1.yaml
 
-The settings are checked before anything is loaded, the data before the model, and `output_dir` is written to when
-everything is there. The same command goes on with a run that was killed.
+The settings are checked before anything is loaded, the data before the model, and `output_dir` is written to once
+everything is ready. The same command resumes a run that was killed.
 """
 
 import math
@@ -27,37 +27,37 @@ from tnt_hf.termination import Terminated
 NEEDED = ("accelerate", "datasets", "peft", "pyarrow")
 # The fields of TrainingArguments that recipes use most, with the default of a recipe; a test compares them.
 TRAINER_HELP = {
-    "output_dir": ("runs/<folder>/<file>", "everything the run writes; the same command goes on where it stopped"),
+    "output_dir": ("runs/<folder>/<file>", "everything the run writes; the same command resumes where it stopped"),
     "max_steps": (-1, "optimizer steps, instead of train_tokens or num_train_epochs"),
-    "num_train_epochs": (1.0, "passes over the data where nothing else says how long"),
-    "learning_rate": (5e-5, "of everything that has no rate of its own"),
+    "num_train_epochs": (1.0, "passes over the data, if nothing else sets the length"),
+    "learning_rate": (5e-5, "for everything that has no rate of its own"),
     "lr_scheduler_type": ("linear", "linear, cosine, constant_with_warmup, ..."),
-    "warmup_steps": (0, "steps of warm-up, or below 1 their share"),
-    "weight_decay": (0.0, "of matrices; none on W_init, gates, norms and biases"),
-    "max_grad_norm": (1.0, "clips the norm of the gradient"),
+    "warmup_steps": (0, "warm-up steps, or their share if below 1"),
+    "weight_decay": (0.0, "for matrices; none on W_init, gates, norms and biases"),
+    "max_grad_norm": (1.0, "clip the gradient norm"),
     "per_device_train_batch_size": (8, "rows per device and micro-batch"),
     "gradient_accumulation_steps": (1, "micro-batches per optimizer step"),
     "activation_checkpointing": (False, "recompute layers in the backward pass, to save memory"),
     "bf16": (False, "compute in bfloat16, with weights in float32"),
-    "use_cpu": (False, "train on the CPU even where there is a GPU"),
-    "logging_steps": (10.0, "steps between two logs"),
-    "eval_strategy": ("no", "steps or epoch: evaluate while training, needs eval_split or eval_share"),
-    "save_steps": (500, "steps between two checkpoints"),
+    "use_cpu": (False, "train on the CPU even if there is a GPU"),
+    "logging_steps": (10.0, "steps between logs"),
+    "eval_strategy": ("no", "steps or epoch: evaluate while training; needs eval_split or eval_share"),
+    "save_steps": (500, "steps between checkpoints"),
     "save_total_limit": (None, "checkpoints to keep"),
-    "enable_jit_checkpoint": (False, "on SIGTERM save a checkpoint at the end of the step, then stop"),
+    "enable_jit_checkpoint": (False, "on SIGTERM, save a checkpoint at the end of the step, then stop"),
     "resume_from_checkpoint": (
         None,
-        "a checkpoint, or never: then a folder with one is refused; by default the newest complete one in output_dir",
+        "a checkpoint, or never (a folder with one is refused); by default the newest complete one in output_dir",
     ),
     "report_to": ("tensorboard", "tensorboard, trackio, wandb, ... or none"),
-    "seed": (0, "of everything that is random"),
+    "seed": (0, "seed for everything random"),
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """
-    Runs a recipe. Returns the exit status: 0; 2 for a mistake in the input; 1 if a loss or a gradient was no finite
-    number; 130 if the user stopped it, 143 if SIGTERM did (`enable_jit_checkpoint`). All are told in one line.
+    Runs a recipe. Returns the exit status: 0; 2 for a mistake in the input; 1 if a loss or a gradient was not finite;
+    130 if the user stopped it, 143 if SIGTERM did (`enable_jit_checkpoint`). Each is reported in one line.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or {"-h", "--help", "--help-all"} & set(arguments):
@@ -88,8 +88,8 @@ def train(arguments: list[str]) -> dict[str, float]:
     Raises:
         ValueError: a setting, the data or a model is not acceptable, or `output_dir` belongs to another run.
         OSError: something cannot be read or written.
-        FloatingPointError: a loss or a gradient was no finite number.
-        KeyboardInterrupt: the user stopped it, or SIGTERM did ([`Terminated`]); says where, and where it would go on.
+        FloatingPointError: a loss or a gradient was not finite.
+        KeyboardInterrupt: the user stopped it, or SIGTERM did ([`Terminated`]); says where, and where it would resume.
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise ValueError(f"needs {', '.join(missing)}: pip install 'tnt-hf[train]'")
@@ -122,7 +122,7 @@ def _stopped(by: str, output: Path, step: int) -> str:
 def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     """
     Everything up to the first step: (the [`~recipes.recipe_file.Recipe`], its [`~recipes.trainer.RecipeTrainer`], the
-    facts that the trainer cannot know). Writes nothing into `output_dir` but the conversion of a `source`.
+    facts that the trainer cannot know). Writes only the conversion of a `source` into `output_dir`.
     """
     import tnt_hf
 
@@ -219,7 +219,7 @@ def _rests_on(recipe: Any, with_teacher: bool) -> dict[str, str]:
 
 
 def check_reports(report_to: list[str]) -> None:
-    """Raises ValueError if a package that shall show the curves is not there, or cannot be imported."""
+    """Raises ValueError if a package that is to show the curves is missing, or cannot be imported."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     try:
@@ -234,7 +234,7 @@ def check_reports(report_to: list[str]) -> None:
 
 
 def check_length(callbacks: list, steps: int) -> None:
-    """Raises ValueError if a schedule goes on beyond the `steps` of the run, if that is positive."""
+    """Raises ValueError if a schedule extends beyond the `steps` of the run, if that is positive."""
     from tnt_hf.recipes.callbacks import ChunkSizeSchedule
 
     for schedule in (callback.schedule for callback in callbacks if isinstance(callback, ChunkSizeSchedule)):
@@ -265,7 +265,7 @@ def scheduled(run: RunArguments, seed: int) -> list:
 
 
 def check_rates(run: RunArguments, groups: list[dict]) -> None:
-    """Raises ValueError for a learning rate of parameters that are not there or do not learn."""
+    """Raises ValueError for a learning rate of parameters that do not exist or do not learn."""
     kinds = {group["kind"] for group in groups}
     for field, of in (("memory_learning_rate", {"memory", "projection"}), ("gate_learning_rate", {"gate"})):
         if getattr(run, field) is not None and not kinds & of:
@@ -303,8 +303,8 @@ def plan(recipe: Any, model: Any, groups: list[dict], data: Any, rows_per_step: 
 
 def marked(given: dict[str, Any]) -> dict[str, Any]:
     """
-    The settings with `./` before files and folders that are here, so that no path is mistaken for a Hub id later: of
-    those below the working directory the way from there, of others the name, as the rest says nothing elsewhere.
+    The settings with `./` before files and folders that exist here, so that no path is mistaken for a Hub id later:
+    the relative path of those below the working directory, the name of others, as the rest means nothing elsewhere.
     """
     found = dict(given)
     for name in ("model", "source", "teacher", "tokenizer", "dataset_name", "eval_dataset_name"):
@@ -328,7 +328,7 @@ def by_dataclass(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def help_text(everything: bool = False) -> str:
-    """What `--help` prints; with `everything`, all fields of `TrainingArguments`, whose import takes its time."""
+    """What `--help` prints; with `everything`, all fields of `TrainingArguments`, whose import takes a while."""
     groups = [
         (kind.__name__, kind.__doc__.strip(), _described(kind))
         for kind in (ModelArguments, DataArguments, RunArguments)
@@ -345,10 +345,10 @@ def help_text(everything: bool = False) -> str:
         "",
         *__doc__.strip().splitlines(),
         "",
-        "RECIPE is a YAML file, a flat mapping of the fields below, or the name of one of the package's:",
+        "RECIPE is a YAML file, a flat mapping of the fields below, or the name of one that comes with the package:",
         f"  {', '.join(packaged_recipes())}",
-        "Lists are given as --field a b, entries of mappings as --field.entry value, merged with those of the file.",
-        "Any field of TNTConfig is a field too and means model_config.FIELD (tnt info shows what it costs).",
+        "Lists are given as --field a b, mapping entries as --field.entry value, merged with those of the file.",
+        "Any field of TNTConfig is also a field and means model_config.FIELD (tnt info shows what it costs).",
     ]
     for name, text, described in [*groups, ("TrainingArguments", title, trainer)]:
         lines += ["", f"{name}: {text}"]

@@ -4,7 +4,7 @@ Axis legend
     B batch   H memory heads   D memory head width   C tokens per chunk   S tokens between resets
 
 The slots of the state are described in state_tnt. The library's `DynamicCache(config=...)` and
-`StaticCache(config=...)` hold the same ones and work as well; `TNTCache` adds correct batch operations, sessions on
+`StaticCache(config=...)` hold the same slots and work as well; `TNTCache` adds correct batch operations, sessions on
 disk, and a check of the chunk sizes it was filled with.
 """
 
@@ -113,10 +113,10 @@ class TNTWindowLayer(_ValidWindow, DynamicSlidingWindowLayer):
 
 class TNTCache(DynamicCache):
     """
-    Cache of a TNT model, made by `generate()` and `forward(use_cache=True)` when none is given.
+    Cache of a TNT model, created by `generate()` and `forward(use_cache=True)` when none is given.
 
-    Layers hold keys and values `[B, num_key_value_heads, tokens, head_dim]` in the model's dtype, in a window of W at
-    most its last W - 1, and those with memory its state, of one size at any context length.
+    Layers hold keys and values `[B, num_key_value_heads, tokens, head_dim]` in the model's dtype, with a window of W
+    at most the last W - 1. Layers with memory also hold its state, which has the same size at any context length.
 
     Args:
         config ([`TNTConfig`]): configuration of the model the cache is for.
@@ -149,7 +149,7 @@ class TNTCache(DynamicCache):
         self.unplaced: set[int] = set()  # layers of a loaded session that have not met their model yet
 
     def place(self, layer_idx: int, hidden_states: Tensor) -> None:
-        """Give a layer of a loaded session the device and precision of the model's layer, whose input this is."""
+        """Move a layer of a loaded session to the device and precision of the model's layer that gets this input."""
         layer, device, dtype = self.layers[layer_idx], hidden_states.device, hidden_states.dtype
         if layer.is_initialized:
             layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)
@@ -163,14 +163,14 @@ class TNTCache(DynamicCache):
         self.unplaced.remove(layer_idx)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """As in the library; a session that was stored in another precision goes on in that of the new tokens."""
+        """As in the library; a session stored in another precision continues in that of the new tokens."""
         layer = self.layers[layer_idx]
         if layer.is_initialized and layer.keys.dtype != key_states.dtype:
             layer.keys, layer.values = layer.keys.to(key_states.dtype), layer.values.to(key_states.dtype)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start over."""
         super().reset()
         self.unusable = None
 
@@ -188,16 +188,16 @@ class TNTCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """
-        Without a memory as in the library.
+        As in the library, if there is no memory.
 
         Raises:
-            ValueError: there is a memory, which cannot forget tokens; nothing is removed then.
+            ValueError: there is a memory, which cannot forget tokens; in that case nothing is removed.
         """
         for layer in self._memory_layers() or self.layers:
             layer.crop(tokens_to_remove)
 
     def cached_window(self, layer_idx: int) -> int:
-        """Keys that a layer holds, before this call's are added."""
+        """Number of keys a layer holds before this call's are added."""
         layer = self.layers[layer_idx]
         return layer.keys.shape[2] if layer.is_initialized else 0
 
@@ -213,7 +213,7 @@ class TNTCache(DynamicCache):
 
     def adapt(self, config: TNTConfig) -> None:
         """
-        Follow a change of `local_chunk_sizes` (stage 1 to 2). At a chunk boundary W_xi is W_t and nothing is lost.
+        Follow a change of `local_chunk_sizes` (stage 1 to 2). At a chunk boundary W_xi is W_t, so nothing is lost.
 
         Raises:
             ValueError: a row is inside a chunk of the old or of the new size, or another field differs.
@@ -252,7 +252,7 @@ class TNTCache(DynamicCache):
         Write the session to a safetensors file: a conversation's memory, resumable in another process.
 
         Raises:
-            ValueError: a cache that cannot be gone on from. Nothing is written.
+            ValueError: the cache cannot be continued from. Nothing is written.
         """
         if self.unusable is not None:
             raise ValueError(f"cache: {self.unusable}.")
@@ -269,12 +269,12 @@ class TNTCache(DynamicCache):
     @classmethod
     def load(cls, path: str | PathLike, config: TNTConfig, device: str | torch.device = "cpu") -> "TNTCache":
         """
-        Read a session written by [`TNTCache.save`] for a model with `config`. The model moves it to where its layers
-        are, and to the precision in which it goes on.
+        Read a session written by [`TNTCache.save`] for a model with `config`. The model later moves it to the device
+        of its layers and to the precision in which it continues.
 
         Raises:
-            ValueError: no session, one of another architecture (the differing field is named), or a damaged one.
-            OSError: it cannot be read.
+            ValueError: not a session, one of another architecture (the differing field is named), or a damaged one.
+            OSError: the file cannot be read.
         """
         try:
             device = torch.device(device)

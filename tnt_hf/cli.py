@@ -1,7 +1,7 @@
 """The command line: `tnt COMMAND …`.
 
-Whatever costs time to import is imported by the command that needs it, so `tnt --help` answers at once. A mistake in
-the input ends as one line on standard error with exit status 2; any other exception is a bug and keeps its traceback.
+Slow imports are left to the command that needs them, so `tnt --help` answers at once. A mistake in the input ends as
+one line on standard error with exit status 2; any other exception is a bug and keeps its traceback.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 # Commands that bring their own options, read only when the command is given.
 DELEGATED = {
     "convert": "turn a Llama/Qwen/Mistral-style checkpoint into a TNT checkpoint",
-    "verify": "prove what a converted checkpoint promises against its source",
+    "verify": "check a converted checkpoint's promises against its source",
     "train": "run a recipe",
     "eval": "evaluate a checkpoint: perplexity, recall, cost, ablations",
     "push": "upload a checkpoint with its model card",
@@ -44,11 +44,11 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_argument(
         "config",
         metavar="MODEL",
-        help=f"folder, .json or .yaml file, recipe of a new model, Hub id, or {', '.join(PRESETS)}",
+        help=f"folder, .json or .yaml file, recipe for a new model, Hub id, or {', '.join(PRESETS)}",
     )
-    info.add_argument("overrides", metavar="FIELD=VALUE", nargs="*", help="any field of TNTConfig, value as in YAML")
+    info.add_argument("overrides", metavar="FIELD=VALUE", nargs="*", help="any field of TNTConfig, its value in YAML")
     info.add_argument("--context", type=int, metavar="TOKENS", help="default: max_position_embeddings")
-    info.add_argument("--dtype", choices=DTYPES, help="of the model (default: the configuration's, else float32)")
+    info.add_argument("--dtype", choices=DTYPES, help="model dtype (default: the configuration's, else float32)")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     accept_fields_after_options(info, "overrides")
     info.set_defaults(run=run_info)
@@ -57,17 +57,17 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("model", metavar="MODEL", help="folder or Hub id with weights and tokenizer")
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads standard input")
     generate.add_argument(
-        "--chat", action="store_true", help="the prompt is what a user says, put into the tokenizer's chat template"
+        "--chat", action="store_true", help="take the prompt as a user message and apply the tokenizer's chat template"
     )
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy decoding")
-    generate.add_argument("--top-p", type=float, default=1.0, help="of the probability, what is sampled from")
-    generate.add_argument("--seed", type=int, default=0, help="of sampling")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy decoding")
+    generate.add_argument("--top-p", type=float, default=1.0, help="share of the probability to sample from")
+    generate.add_argument("--seed", type=int, default=0, help="seed for sampling")
     generate.add_argument(
-        "--local-chunk-sizes", action=Integers, nargs="+", metavar="C", help="one for all or one per memory"
+        "--local-chunk-sizes", action=Integers, nargs="+", metavar="C", help="one for all, or one per memory"
     )
-    generate.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto is the checkpoint's")
-    generate.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
+    generate.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the checkpoint's own")
+    generate.add_argument("--device", help="default: cuda if available, otherwise cpu")
     generate.set_defaults(run=run_generate)
 
     for name, text in DELEGATED.items():
@@ -120,10 +120,10 @@ class LayerInfo:
 
 
 def load_config(source: str, overrides: list[str]):
-    """The `TNTConfig` of a preset, a folder or file of fields, a recipe or a Hub id, with `FIELD=VALUE` applied.
+    """The `TNTConfig` from a preset, a folder or file of fields, a recipe or a Hub id, with `FIELD=VALUE` applied.
 
     Raises:
-        ValueError: for an unknown field, a file that is no mapping, a model of another type, or an invalid value.
+        ValueError: for an unknown field, a file that is not a mapping, a model of another type, or an invalid value.
         OSError: if there is no preset, file, folder or Hub repository of that name.
     """
     from transformers import PreTrainedConfig
@@ -190,10 +190,10 @@ def load_config(source: str, overrides: list[str]):
 
 
 def fields_of_recipe(source: str, recipe: dict) -> dict:
-    """The `TNTConfig` fields of the model that a recipe makes anew.
+    """The `TNTConfig` fields of the new model that a recipe creates.
 
     Raises:
-        ValueError: the recipe goes on from a model that exists, or makes one that is not TNT's.
+        ValueError: the recipe continues from an existing model, or creates one that is not a TNT model.
     """
     from tnt_hf.presets import PRESETS
     from tnt_hf.recipes.recipe_file import flatten

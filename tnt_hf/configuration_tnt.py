@@ -1,4 +1,4 @@
-"""TNTConfig: every choice of a TNT model in typed, validated fields; `presets.PRESETS` are Titans, TTT and others.
+"""TNTConfig: every choice of a TNT model in typed, validated fields; `presets.PRESETS` has Titans, TTT and others.
 
 Axis legend: C tokens per chunk   S tokens between resets   L layers of the memory network   D memory head width
 This file travels with every pushed checkpoint and imports no sibling.
@@ -52,70 +52,70 @@ class MemorySpec(NamedTuple):
 
     @property
     def projection_interval(self) -> int | None:
-        """Tokens between resets of M: Eq. 7 as printed restarts it with every chunk."""
+        """Tokens between resets of M; Eq. 7 as printed restarts it at every chunk."""
         return self.chunk_size if self.query_projection == "chunk" else self.reset_interval
 
 
 @strict
 class TNTConfig(PreTrainedConfig):
     r"""
-    A Llama / Qwen / Mistral superset backbone with test-time memory: TNT (arXiv 2511.07343), Titans (2501.00663).
+    A superset of Llama, Qwen and Mistral backbones with test-time memory: TNT (arXiv 2511.07343), Titans (2501.00663).
 
     | paper | field |
     |---|---|
-    | C_G, {C_i}, chunks; S_L, between resets | `global_chunk_size`, `local_chunk_sizes`; `local_reset_interval` |
+    | C_G, {C_i}, chunk sizes; S_L, reset interval | `global_chunk_size`, `local_chunk_sizes`; `local_reset_interval` |
     | q_t M_t, Q-K projection (Eq. 7) | `qk_projection`, `qk_projection_norm` |
     | f(W, .): L_M layers and their width | `memory_depth`, `memory_expansion` |
     | theta_t, mu_t, alpha_t: inner rate, momentum, forgetting | `memory_max_lr`, `memory_momentum`, `memory_decay` |
     | N_p, persistent tokens; MAG, MAL, LMM | `num_persistent_tokens`; `variant`, `memory_gate` |
 
     Args:
-        > Backbone: what is not listed means what it does in `LlamaConfig`; every RoPE type works.
+        > Backbone: fields not listed here mean what they do in `LlamaConfig`; every RoPE type works.
 
         attention_bias (`bool`, defaults to `False`): bias on q, k, v and o as in Llama. attention_output_bias (`bool`,
-            *optional*): on o; `None` follows it. Qwen2: `True`, `False`. qk_norm, attention_output_gate (`bool`,
+            *optional*): on o; `None`: as above. Qwen2: `True`, `False`. qk_norm, attention_output_gate (`bool`,
             default `False`): per-head RMSNorm of q, k before RoPE (Qwen3); output times sigmoid(W x), before o_proj.
-        sliding_window (`int`, *optional*, defaults to 512): keys a query sees, itself included; `None` is all.
+        sliding_window (`int`, *optional*, defaults to 512): keys a query sees, its own included; `None` means all.
         layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"`; `"hybrid..."` with memory.
         num_persistent_tokens (`int`, defaults to 0): learned keys and values that every query sees.
 
         > Which memories, and where. Sizes and intervals are in tokens.
 
-        variant (`str`, defaults to `"mag"`): memory beside attention, `"mal"` attention on its output, `"lmm"` alone.
-        memory_layers (`list[int]`, *optional*): layers with memory; `None` is all of them, `[]` none.
-        global_chunk_size (`int`, *optional*, defaults to 2048): `None` is no global memory.
+        variant (`str`, defaults to `"mag"`): memory beside attention; `"mal"`: before it; `"lmm"`: in its place.
+        memory_layers (`list[int]`, *optional*): indices of the layers with memory; `None` means all, `[]` none.
+        global_chunk_size (`int`, *optional*, defaults to 2048): `None` means no global memory.
         local_chunk_sizes (`list[int]`, defaults to `[8, 16]`): one local memory each; see `set_local_chunk_sizes`.
-        local_reset_interval (`int`, `list` or `None`, defaults to 2048): for all or per local memory; `None` is never.
+        local_reset_interval (`int`, `list` or `None`, defaults to 2048): one for all or one each; `None` means never.
         allow_memory_gap (`bool`, defaults to `False`): accept tokens before a reset that no memory sees (S_L % C_G).
-        global_read (`str`, defaults to `"chunk_start"`): f(W_xi, q) as in Eq. 5, or `"current"` f(W_t, q).
-        qk_projection (`str`, defaults to `"shard"`): project local queries on the keys since the last reset, since the
-            chunk start (`"chunk"`, Eq. 7 as printed), or `"none"`. qk_projection_norm (`bool`, defaults to `True`):
-            L2-normalise the projected query; the paper does not.
+        global_read (`str`, defaults to `"chunk_start"`): read f(W_xi, q), as in Eq. 5; `"current"`: f(W_t, q).
+        qk_projection (`str`, defaults to `"shard"`): project local queries onto the keys since the last reset;
+            `"chunk"`: onto those since the chunk start (Eq. 7 as printed); `"none"`: not at all.
+        qk_projection_norm (`bool`, defaults to `True`): L2-normalise the projected query, unlike the paper.
 
-        > The network and its inputs
+        > The network f and its inputs
 
         memory_num_heads, memory_head_dim (`int`, *optional*): by default `num_key_value_heads` and `head_dim`.
-        memory_projections (`str`, defaults to `"own"`): own q, k, v projections, or `"shared"` with attention.
+        memory_projections (`str`, defaults to `"own"`): own q, k, v projections; `"shared"`: those of attention.
         memory_conv_kernel (`int`): taps of the causal depthwise convolution on q, k, v; `None`: 4 if own, 0 if shared.
-        memory_feature_map (`str`, defaults to `"silu"`): of q and k before their L2 norm, `"identity"`, or
+        memory_feature_map (`str`, defaults to `"silu"`): applied to q and k before their L2 norm, or `"identity"`;
             `"quadratic"`: after it, the products of all pairs, D (D + 1) / 2 wide with scores (q . k)^2.
-        memory_value_norm (`bool`, defaults to `True`): L2-normalise v. memory_depth (`int`, defaults to 2),
-        memory_expansion (`float`, defaults to 1, hidden width over head width), memory_activation (defaults to
-            `"silu"`; `"gelu"`), memory_residual, memory_layernorm (`bool`, default `False`): the network f.
-        memory_gate (`str`, defaults to `"add"`): attn + a * 2 sigmoid(W_g x) * norm(m); `"product"` attn *
-            2 sigmoid(W_g norm(m)); `"published"` norm(attn) * sigmoid(norm(m)); `"mix"` (1 - w) attn + w m.
-        memory_gate_init (`float`, *optional*): first a (`"add"`, `None` is 1) or w (`"mix"`, `None` is 0.5).
+        memory_value_norm (`bool`, defaults to `True`): L2-normalise v.
+        memory_depth (`int`, defaults to 2), memory_expansion (`float`, defaults to 1): layers, hidden over head width.
+        memory_activation (default `"silu"`, or `"gelu"`), memory_residual, memory_layernorm (`bool`, default `False`).
+        memory_gate (`str`, defaults to `"add"`): attn + a * 2 sigmoid(W_g x) * norm(m); `"product"`: attn *
+            2 sigmoid(W_g norm(m)); `"published"`: norm(attn) * sigmoid(norm(m)); `"mix"`: (1 - w) attn + w m.
+        memory_gate_init (`float`, *optional*): initial a (`"add"`; `None` is 1) or w (`"mix"`; `None` is 0.5).
 
         > The inner optimiser
 
-        memory_max_lr (`float`, *optional*): theta_t = max_lr * sigmoid(.); `None` is 0.5 at depth 1 and 0.1 beyond.
-        memory_lr_scaling (`str`, defaults to `"capped"`): factor of theta: 1 (`"none"`), C^-1/2 (`"train_chunk"`), or
-            min(1, 64 / C). C is frozen in `memory_train_chunk_sizes` (global first; `None`: the sizes given).
-        memory_momentum, memory_decay (`bool`, default `False`), memory_decay_target (`"init"` W_init, or `"zero"`),
+        memory_max_lr (`float`, *optional*): theta_t = max_lr * sigmoid(.); `None` is 0.5 at depth 1, else 0.1.
+        memory_lr_scaling (`str`, defaults to `"capped"`): factor on theta: min(1, 64 / C); `"none"`: 1;
+            `"train_chunk"`: C^-1/2. C is frozen in `memory_train_chunk_sizes` (global first; `None`: the sizes given).
+        memory_momentum, memory_decay (`bool`, default `False`); memory_decay_target (`"init"`, W_init, or `"zero"`).
         memory_grad_bound (`float`, *optional*): limit on |g_t|; 1.0, as in the recipes, keeps memories from diverging
-            where keys are alike (`None`: the papers). memory_rule, omega_window: only `"gradient"`, 1 yet.
-        memory_implementation (`str`, defaults to `"auto"`, where they run `"triton"` on CUDA, `"native"`, C, on CPUs):
-            `"chunk"`, torch, or `"naive"`, a token a time: beside eager attention second derivatives, `torch.func`.
+            when keys are alike; `None` as in the papers. memory_rule, omega_window: so far only `"gradient"` and 1.
+        memory_implementation (`str`, defaults to `"auto"`): `"triton"` on CUDA, `"native"` (C) on CPUs where they run;
+            else `"chunk"` (torch). `"naive"` (by token) allows second derivatives, `torch.func` with eager attention.
 
     Raises:
         ValueError: for every invalid value or combination, naming the field and the value.
@@ -199,7 +199,7 @@ class TNTConfig(PreTrainedConfig):
         self.auto_map = dict(getattr(self, "auto_map", None) or AUTO_MAP)
 
     def resolve(self):
-        """Checks every field and fills in those that are `None`; again where fields were assigned to since."""
+        """Checks every field and fills in those that are `None`; call it again after assigning to one."""
         self._check_values()
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -217,13 +217,13 @@ class TNTConfig(PreTrainedConfig):
         self.validate_architecture()
 
     def save_pretrained(self, *args, **kwargs):
-        """As in the library, once every field is checked and resolved again: some may have been assigned to."""
+        """As in the library, after checking and resolving every field again: some may have been assigned to."""
         self.resolve()
         super().save_pretrained(*args, **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Overrides take part in the construction, so that they are resolved and validated with the rest."""
+        """Overrides are applied before construction, so that they are resolved and validated with the rest."""
         if kwargs.get("return_unused_kwargs") and kwargs.get("variant", "mag") not in CHOICES["variant"]:
             files = kwargs.pop("variant")  # the library's option of that name, which its Auto classes pass on
             config, unused = cls.from_dict(config_dict, **kwargs)
@@ -285,7 +285,7 @@ class TNTConfig(PreTrainedConfig):
             self.layer_types.append(LAYER_TYPES[(i in with_memory) * 2 + (not sliding)])
 
     def validate_architecture(self):
-        """Combinations of fields; also run on saving and by `@strict`, whose errors are no `ValueError`."""
+        """Checks combinations of fields; also run on saving and by `@strict`, whose errors are no `ValueError`."""
         if self.num_attention_heads % self.num_key_value_heads:
             self._fail("num_attention_heads", f"must be a multiple of num_key_value_heads={self.num_key_value_heads}")
         if self.head_dim % 2 and not (self.variant == "lmm" and all("hybrid" in kind for kind in self.layer_types)):
@@ -363,7 +363,7 @@ class TNTConfig(PreTrainedConfig):
 
     @property
     def memory_projection_intervals(self) -> list[int | None]:
-        """Reset intervals of the Q-K projections M; memories with the same one share it."""
+        """Reset intervals of the Q-K projections M; memories with the same interval share one M."""
         return list(dict.fromkeys(x.projection_interval for x in self.memory_specs if x.query_projection != "none"))
 
     @property

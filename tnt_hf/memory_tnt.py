@@ -1,4 +1,4 @@
-"""The memory of TNT / Titans / TTT: one recurrence, written twice and held together by tests.
+"""The memory of TNT / Titans / TTT: one recurrence, written twice and kept in agreement by tests.
 
 Axis legend
     B batch   T tokens   H memory (key/value) heads   G query heads per memory head (Hq = H G)
@@ -13,7 +13,7 @@ LayerNorm, optional + x):
     W_t = (1 - alpha_t) W_{t-1} + alpha_t W_target + S_t     (Titans Eq. 13)
     o_t = f(W_t, q_t)  or  f(W_xi, q_t)                      read "current" (TNT Eq. 6-7) or "chunk_start" (Eq. 5)
 
-`memory_naive` is that text, token by token (`step_tnt`, where the decode step is as well). `memory_chunkwise` maps
+`memory_naive` is exactly that, token by token (`step_tnt`, which also has the decode step). `memory_chunkwise` maps
 tokens onto chunks of memory time (`grid_tnt`), runs the dual form (`scan_tnt`) and maps back. The gradient of the
 memory's own loss is closed-form matrix algebra, so it learns in train(), eval(), no_grad() and inference_mode()
 alike. Travels with every pushed checkpoint.
@@ -120,7 +120,7 @@ def _where_state(rows: Tensor, new: MemoryState, old: MemoryState) -> MemoryStat
 
 def memory_naive(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, weights: list[Tensor], **options):
     """`memory_chunkwise` token by token: the recurrence as the papers print it, O(weights) work and memory per token.
-    Its arguments (but `implementation`), results and errors."""
+    Same arguments (except `implementation`), results and errors."""
     return memory_chunkwise(q, k, v, lr, weights, implementation="naive", **options)
 
 
@@ -169,14 +169,14 @@ def memory_chunkwise(
     W_target + S_t (Titans Eq. 14, 13), with g_t at W_xi, where the chunk starts (TNT Eq. 3, 5, 6).
 
     Args:
-        q: `[B, T, Hq, K]` queries of any float dtype; Hq is a multiple of H, query heads of one memory head are
-            neighbours.
+        q: `[B, T, Hq, K]` queries of any float dtype; Hq is a multiple of H, and the query heads of one memory head
+            are adjacent.
         k, v: `[B, T, H, K]` keys and `[B, T, H, V]` values.
         lr, momentum, decay: `[B, T, H]`, the final theta >= 0, mu in [0, 1), alpha in [0, 1); nothing is scaled.
         weights: `L` tensors `[H, d_in, d_out]`, W_init; d_in of the first is K (see `feature_map`), d_out of the
             last is V.
         chunk_size: tokens that share one W_xi for their gradients.
-        reset_interval: tokens of memory time between resets (before the shard's first token writes), a multiple of
+        reset_interval: tokens of memory time between resets (before a shard's first token writes), a multiple of
             `chunk_size`; `None` = never.
         read: "current" o_t = f(W_t, q_t), or "chunk_start" o_t = f(W_xi, q_t).
         query_projection: "none", "shard" (q_t M_t since the last reset) or "chunk" (since the chunk's first token),
@@ -186,15 +186,15 @@ def memory_chunkwise(
         activation: "silu" or "gelu" between layers. residual: f(W, x) + x (needs K = V).
         layernorm: (gain `[H, V]`, bias `[H, V]`, eps) on the network's output, before the residual.
         decay_target: forget toward W_init ("init") or 0 ("zero").
-        omega_window, omega_gate: only 1 and `None`: the Omega rule comes with a later version.
+        omega_window, omega_gate: only 1 and `None`; the Omega rule comes with a later version.
         mask: `[B, T]` bool, `False` = absent: the token neither writes nor counts, its output is 0.
         segment_ids: `[B, T]` int; a change between valid tokens starts a new document (fresh memory, time 0).
-        initial_state: a state to go on from, per row at its own memory time, also inside a chunk.
+        initial_state: a state to continue from, each row at its own memory time, which may be inside a chunk.
         output_final_state: also return the state after the last token.
-        implementation: "chunk" (operations of torch), "naive" (which alone has second derivatives and `torch.func`),
+        implementation: "chunk" (torch operations), "naive" (the only one with second derivatives and `torch.func`),
             "native" (C, compiled once for the processor) or "triton" (both raise where they cannot run), or "auto":
-            where they can run "triton" on CUDA and "native" on the CPU, else "chunk". Triton multiplies bfloat16 q, k
-            and v as they are. One token after a state is the recurrence itself in all of them.
+            "triton" on CUDA and "native" on the CPU where they can run, else "chunk". Triton multiplies bfloat16 q, k
+            and v as they are. In all of them, one token after a state is the recurrence itself.
         grad_bound: limit on |g_t| over all layers (then a chunk moves the weights by at most `grad_bound` x the sum
             of its theta).
         output_surprise: also return the inner loss 1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B, T, H]`, without
@@ -205,8 +205,8 @@ def memory_chunkwise(
         states. State and arithmetic are float32 at least, float64 for float64 inputs.
 
     Raises:
-        ValueError: a shape, dtype, option or combination that does not fit, with its name and value.
-        RuntimeError: `create_graph=True` or a transform of `torch.func`, of another form than "naive".
+        ValueError: a shape, dtype, option or combination that does not fit, naming it and its value.
+        RuntimeError: `create_graph=True` or a `torch.func` transform with any implementation but "naive".
     """
     for name, flag in (
         ("residual", residual),

@@ -9,8 +9,8 @@ A layer of `variant="mag"` (Titans MAG), `x` its normed input, m the sum of all 
     y = o_proj(combine(attention(x), m(x)))        h = h + y        h = h + mlp(norm(h))
 
 The memory sees only valid tokens of its own document, in their own order ("memory time"): padding, packing and the way
-a prompt is split over calls do not change a number. Base tensors carry Llama's names, everything of the memory lives
-under `model.layers.N.memory` (branch_tnt).
+a prompt is split over calls do not change any number. Base tensors have Llama's names; everything that belongs to the
+memory lives under `model.layers.N.memory` (branch_tnt).
 """
 
 import re
@@ -71,15 +71,15 @@ from .window_tnt import Window, window_attention
 
 @dataclass
 class TNTModelOutputWithPast(BaseModelOutputWithPast):
-    """`BaseModelOutputWithPast` and, with `output_surprise=True`, `surprise`: per memory layer the inner loss
-    1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B, T]` in the memory's dtype, mean over memories and heads."""
+    """`BaseModelOutputWithPast` plus, with `output_surprise=True`, `surprise`: for each memory layer the inner loss
+    1/2 |f(W_xi, k_t) - v_t|^2 before the write, `[B, T]` in the memory's dtype, averaged over memories and heads."""
 
     surprise: tuple[Tensor, ...] | None = None
 
 
 @dataclass
 class TNTCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """`CausalLMOutputWithPast` and, with `output_surprise=True`, `surprise` as in [`TNTModelOutputWithPast`]."""
+    """`CausalLMOutputWithPast` plus, with `output_surprise=True`, `surprise` as in [`TNTModelOutputWithPast`]."""
 
     surprise: tuple[Tensor, ...] | None = None
 
@@ -129,7 +129,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` `[B, heads, T, head_dim]`; with a partial rotary factor only its first channels."""
+    """Rotate `x` `[B, heads, T, head_dim]`; with a partial rotary factor, only its first channels."""
     cos, sin, width = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
     if width == x.shape[-1]:
         return (x * cos) + (_rotate_half(x) * sin)
@@ -182,7 +182,7 @@ def eager_attention_forward(
 
 
 class TNTAttention(nn.Module):
-    """Grouped-query attention over a window or everything and P persistent keys; the memory joins before o_proj."""
+    """Grouped-query attention over a window or all keys, plus P persistent keys; the memory joins before o_proj."""
 
     def __init__(self, config: TNTConfig, layer_idx: int):
         super().__init__()
@@ -395,11 +395,11 @@ class TNTPreTrainedModel(PreTrainedModel):
 
     def set_local_chunk_sizes(self, sizes: int | list[int]) -> None:
         """
-        Change the chunk sizes of the local memories (tokens), one for all or one each. `[1]` is stage 2. No weight
+        Change the chunk sizes (in tokens) of the local memories: one for all, or one each. `[1]` is stage 2. No weight
         depends on them.
 
         Raises:
-            ValueError: the number of sizes does not fit, or a size does not divide its `local_reset_interval`.
+            ValueError: the number of sizes is wrong, or a size does not divide its `local_reset_interval`.
         """
         old = self.config.local_chunk_sizes
         count = len(old) if self.config.memory_layer_indices else 0
@@ -437,14 +437,14 @@ class TNTPreTrainedModel(PreTrainedModel):
 
     def set_sliding_window(self, window: int | None, layers: int | list[int] | None = None) -> None:
         """
-        Narrow attention to `window` tokens (the query's own included), or widen it to everything with `None`. A
+        Narrow attention to `window` tokens (the query's own included), or widen it to all tokens with `None`. A
         converted checkpoint starts with its source's attention, and a recipe narrows it while the memory learns.
 
         Args:
-            layers: layers to change, by default all that attend; a model has one window size.
+            layers: layers to change, by default all with attention; a model has only one window size.
 
         Raises:
-            ValueError: an impossible window or layer, or a size that differs from the window of the other layers.
+            ValueError: an invalid window or layer, or a size that differs from the window of the other layers.
         """
         config, old = self.config, (self.config.sliding_window, list(self.config.layer_types))
         attending = [i for i in range(config.num_hidden_layers) if self._attends(i)]
@@ -542,12 +542,12 @@ class TNTModel(TNTPreTrainedModel):
             output_surprise: also return `surprise`, per memory layer `[B, T]`.
 
         Returns:
-            `last_hidden_state` `[B, T, hidden]`, `cache` unless `use_cache=False`, and what was asked for.
+            `last_hidden_state` `[B, T, hidden]`, `cache` unless `use_cache=False`, and whatever else was requested.
 
         Raises:
-            ValueError: both or none of `input_ids` and `inputs_embeds`; a cache that cannot hold a memory; a mask that
-                does not cover the cached tokens; packing together with a cache; no positions behind cached tokens that
-                were given their own; another number of memories.
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; a cache that cannot hold a memory; a mask
+                that does not cover the cached tokens; packing together with a cache; no `position_ids` after cached
+                tokens that were given their own; a changed number of memories.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             given = "none" if input_ids is None else "both"
@@ -657,15 +657,15 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         **kwargs: Unpack[TransformersKwargs],
     ) -> TNTCausalLMOutputWithPast:
         r"""
-        Arguments of [`TNTModel.forward`] and
+        The arguments of [`TNTModel.forward`], plus:
 
         Args:
-            labels: `[B, T]`, shifted inside; -100 is ignored. `num_items_in_batch` reaches the loss.
-            logits_to_keep: compute logits of the last tokens only, 0 = all.
+            labels: `[B, T]`, shifted internally; -100 is ignored. `num_items_in_batch` is passed to the loss.
+            logits_to_keep: compute the logits of only the last tokens; 0 = all.
 
         Returns:
             `logits` `[B, kept, vocab_size]` in the model's dtype, and with `labels` the float32 `loss` in nats per
-            scored token; `cache` unless `use_cache=False`; `surprise`, per memory layer `[B, T]`, if asked.
+            scored token; `cache` unless `use_cache=False`; `surprise`, per memory layer `[B, T]`, if requested.
 
         Raises:
             ValueError: as in [`TNTModel.forward`].
@@ -693,7 +693,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         )
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Its paged cache has no place for a memory's state, and a model without memory takes none but a `Cache`."""
+        """Raises: its paged cache has no room for memory state, and a model without memory takes only a `Cache`."""
         raise ValueError(
             "generate_batch and continuous batching: a TNT model cannot use their paged cache; use generate() with"
             " rows padded on the left."
@@ -791,7 +791,7 @@ class TNTForSequenceClassification(GenericForSequenceClassification, TNTPreTrain
 
 
 class TNTForTokenClassification(GenericForTokenClassification, TNTPreTrainedModel):
-    """[`TNTModel`] with a token classification head, behind a dropout of `config.classifier_dropout` or 0.1."""
+    """[`TNTModel`] with a token classification head, after a dropout of `config.classifier_dropout` or 0.1."""
 
     def __init__(self, config: TNTConfig):
         TNTPreTrainedModel.__init__(self, config)

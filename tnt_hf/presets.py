@@ -1,6 +1,6 @@
 """Named configurations: the fields of `TNTConfig` in which TNT and the papers' baselines differ from its defaults.
 
-A test holds them equal to the one-liners of the README.
+A test keeps them equal to the one-liners in the README.
 """
 
 from typing import Any

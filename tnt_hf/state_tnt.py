@@ -1,4 +1,4 @@
-"""The memory's state in a layer of any of the library's hybrid caches: which slots there are, reading and writing.
+"""The memory's state in a layer of any of the library's hybrid caches: its slots, and how they are read and written.
 
 Axis legend
     B batch   H memory heads   D memory head width   C tokens per chunk   S tokens between resets
@@ -100,7 +100,7 @@ class LayerState:
         return cls(conv, memories, projections, time)
 
     def is_writable(self, dtype: torch.dtype) -> bool:
-        """Whether the state can be overwritten outside of a graph, with operands of `dtype`."""
+        """Whether the state can be overwritten outside a graph, with operands of `dtype`."""
         if self.memories[0].weights[0].dtype != dtype:
             return False
         tensors = [self.time, *self.projections.values()] + ([] if self.conv is None else [self.conv])

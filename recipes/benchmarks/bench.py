@@ -5,9 +5,9 @@
     tnt bench memory --out results --ttt-lm path/to/ttt.py
     tnt bench plot results/train.json
 
-Contestants take turns in one process and are compared inside a round, after a check that they compute what they
+Contestants take turns in one process and are compared within a round, after a check that they compute what they
 should; a wrong one stops the suite. The JSON holds hardware, commit, versions, settings, command and every round, and
-is written after every row: an interrupted suite goes on where it was when it is started again with the same settings.
+is written after every row: an interrupted suite resumes where it was if started again with the same settings.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from tnt_hf.recipes.benchmarks.settings import SUITES, add_options, read_options
 
 
 def build_parser(suite: str | None) -> argparse.ArgumentParser:
-    """The parser of one suite, or of what is said when none is named."""
+    """The parser of one suite, or of the overview when none is named."""
     raw = argparse.RawDescriptionHelpFormatter
     if suite == "plot":
-        parser = argparse.ArgumentParser(prog="tnt bench plot", description="The picture of a result, from it alone.")
-        parser.add_argument("result", type=Path, metavar="FILE.json", help="as a suite wrote it")
+        parser = argparse.ArgumentParser(prog="tnt bench plot", description="Draw a result's picture from its JSON.")
+        parser.add_argument("result", type=Path, metavar="FILE.json", help="result as a suite wrote it")
         parser.add_argument("--picture", type=Path, metavar="FILE", help="default: FILE.png beside it")
         return parser
     if suite is None:
@@ -34,12 +34,12 @@ def build_parser(suite: str | None) -> argparse.ArgumentParser:
         parser.add_argument(
             "suite", metavar="SUITE", help="one of those below, or plot; SUITE --help shows its options"
         )
-        parser.add_argument("--list", action="store_true", help="the suites")
+        parser.add_argument("--list", action="store_true", help="list the suites")
         return parser
     about = SUITES[suite].about
     parser = argparse.ArgumentParser(prog=f"tnt bench {suite}", description=about[0].upper() + about[1:] + ".")
     parser.add_argument("--out", type=Path, default=Path("bench_out"), metavar="FOLDER", help="default: bench_out")
-    parser.add_argument("--quick", action="store_true", help="a minute or less: smaller, and too short to quote")
+    parser.add_argument("--quick", action="store_true", help="takes a minute or less: smaller, and too short to quote")
     parser.add_argument("--overwrite", action="store_true", help="replace the result in FOLDER")
     add_options(parser, SUITES[suite].settings)
     return parser

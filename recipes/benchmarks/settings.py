@@ -1,6 +1,6 @@
-"""What each benchmark suite can be told: one dataclass per suite, its defaults, and what `--quick` makes of them.
+"""The settings of each benchmark suite: one dataclass per suite, its defaults, and what `--quick` makes of them.
 
-Nothing here takes time to import, so `tnt bench --help` answers without torch.
+Nothing here is slow to import, so `tnt bench --help` answers without torch.
 """
 
 import argparse
@@ -16,12 +16,12 @@ def _option(default: Any, help: str):
 
 @dataclass(frozen=True)
 class Settings:
-    """What all suites share. Every number must be at least 1, but for the seed."""
+    """What all suites share. Every number except the seed must be at least 1."""
 
-    device: str = _option("auto", "cpu or cuda; auto is cuda where there is one")
-    threads: int = _option(1, "of torch on the CPU; with one, ratios are of processor time")
-    rounds: int = _option(5, "in each of which all contestants take one turn")
-    seed: int = _option(0, "of weights and inputs")
+    device: str = _option("auto", "cpu or cuda; auto is cuda if available")
+    threads: int = _option(1, "torch threads on the CPU; with 1, ratios are of processor time")
+    rounds: int = _option(5, "rounds, in each of which all contestants take one turn")
+    seed: int = _option(0, "seed for weights and inputs")
 
     def __post_init__(self):
         if self.device not in ("auto", "cpu", "cuda"):
@@ -35,11 +35,11 @@ class Settings:
 
     @property
     def clock(self) -> str:
-        """What ratios are of: processor time of the thread, or wall time where work is done outside of it."""
+        """What ratios compare: the thread's processor time, or wall time where work is done outside it."""
         return "cpu" if self.device == "cpu" and self.threads == 1 else "wall"
 
     def portable(self) -> dict[str, Any]:
-        """As it goes into a result: of paths, which say nothing elsewhere, the last part."""
+        """As it goes into a result: only the last part of paths, which mean nothing elsewhere."""
         plain = {name: value.name if isinstance(value, Path) else value for name, value in vars(self).items()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
@@ -48,12 +48,12 @@ class Settings:
 class MemorySettings(Settings):
     """The memory op alone."""
 
-    chunk_sizes: tuple[int, ...] = _option((8, 16, 64, 256), "tokens")
-    tokens: int = _option(2048, "per sequence")
-    heads: int = _option(4, "of the memory")
-    width: int = _option(64, "of a head")
+    chunk_sizes: tuple[int, ...] = _option((8, 16, 64, 256), "tokens per chunk")
+    tokens: int = _option(2048, "tokens per sequence")
+    heads: int = _option(4, "memory heads")
+    width: int = _option(64, "width of a head")
     expansion: int = _option(4, "hidden width of TTT-MLP's network over its head width")
-    titans_expansions: tuple[int, ...] = _option((4, 1), "the same of NeuralMemory; 4 is its default")
+    titans_expansions: tuple[int, ...] = _option((4, 1), "the same for NeuralMemory, whose default is 4")
     titans_rounds: int = _option(3, "rounds against NeuralMemory, whose small chunks take minutes")
     ttt_lm: Path | None = _option(None, "ttt.py of ttt-lm-pytorch")
     titans: Path | None = _option(None, "folder to import titans-pytorch from, if it is not installed")
@@ -72,15 +72,15 @@ class MemorySettings(Settings):
 class TrainSettings(Settings):
     """Training steps of whole models."""
 
-    rounds: int = _option(3, "in each of which all contestants take one step")
+    rounds: int = _option(3, "rounds, in each of which all contestants take one step")
     shape: str | None = _option(None, "150m, shrunk, narrow or tiny (default: shrunk on a CPU, else 150m)")
-    contexts: tuple[int, ...] = _option((2048, 4096, 8192, 16384, 32768), "tokens of a row")
-    tokens: int | None = _option(None, "tokens of a step, at least one row (default: 8,192 on a CPU, else 32,768)")
+    contexts: tuple[int, ...] = _option((2048, 4096, 8192, 16384, 32768), "tokens per row")
+    tokens: int | None = _option(None, "tokens per step, at least one row (default: 8,192 on a CPU, else 32,768)")
     contestants: tuple[str, ...] | None = _option(None, "names as in the table (default: all)")
     dtype: str | None = _option(None, "float32 or bfloat16, by autocast (default: float32 on a CPU, else bfloat16)")
     memory_implementation: str = _option("auto", "as in TNTConfig")
-    attention: str | None = _option(None, "of windows (default: blocked_causal on a CPU, else sdpa)")
-    execution: str = _option("eager", "eager or compiled, by torch.compile, of all contestants")
+    attention: str | None = _option(None, "window attention (default: blocked_causal on a CPU, else sdpa)")
+    execution: str = _option("eager", "eager or compiled (by torch.compile), for all contestants")
 
 
 @dataclass(frozen=True)
@@ -90,21 +90,21 @@ class DecodeSettings(Settings):
     shape: str | None = _option(None, "demo, 150m or tiny (default: demo on a CPU, else 150m)")
     dtype: str | None = _option(None, "float32 or bfloat16 (default: float32 on a CPU, else bfloat16)")
     memory_implementation: str = _option("auto", "as in TNTConfig")
-    contexts: tuple[int, ...] = _option((1024, 4096, 16384, 65536, 131072), "tokens that have been read")
+    contexts: tuple[int, ...] = _option((1024, 4096, 16384, 65536, 131072), "tokens already read")
     batch_sizes: tuple[int, ...] = _option((1, 8), "rows that decode together")
     steps: int = _option(32, "decoded tokens per turn")
-    prefill_limit: int = _option(131072, "longest prompt whose reading is timed on the Llama's side, too")
-    repeat_limit: int = _option(16384, "longest prompt that is read once per round and not just once")
+    prefill_limit: int = _option(131072, "longest prompt whose prefill is also timed for the Llama")
+    repeat_limit: int = _option(16384, "longest prompt that is read once per round, not just once")
 
 
 @dataclass(frozen=True)
 class LizaSettings(Settings):
     """LiZA's linear operators alone."""
 
-    lengths: tuple[int, ...] = _option((512, 1024, 2048, 4096), "tokens")
-    heads: int = _option(4, "of queries, keys and values")
-    width: int = _option(64, "of a head")
-    chunk_size: int = _option(64, "tokens")
+    lengths: tuple[int, ...] = _option((512, 1024, 2048, 4096), "tokens per sequence")
+    heads: int = _option(4, "heads of queries, keys and values")
+    width: int = _option(64, "width of a head")
+    chunk_size: int = _option(64, "tokens per chunk")
     order: int = _option(2, "writes per token of the delta product")
     tptt: Path | None = _option(None, "folder to import TPTT from, if it is not installed")
 
@@ -113,10 +113,10 @@ class LizaSettings(Settings):
 class ConversionSettings(Settings):
     """A conversion against cp."""
 
-    rounds: int = _option(3, "in each of which all stages take one turn")
+    rounds: int = _option(3, "rounds, in each of which all stages take one turn")
     shape: str = _option("8b", "8b or tiny")
-    stages: tuple[str, ...] = _option(("cp", "copy", "link", "cast"), "which, in this order")
-    folder: Path | None = _option(None, "where there is room for two checkpoints, 36 GB for 8b")
+    stages: tuple[str, ...] = _option(("cp", "copy", "link", "cast"), "stages to run, in this order")
+    folder: Path | None = _option(None, "folder with room for two checkpoints, 36 GB for 8b")
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ SUITES: dict[str, Suite] = {
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
-    """One option per field; what is not given stays out of the namespace's values as `None`."""
+    """One option per field; what is not given is `None` in the namespace."""
     for option in dataclasses.fields(settings):
         kind, default = option.type, option.default
         many = "tuple" in str(kind)
@@ -177,7 +177,7 @@ def add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> No
 
 
 def read_options(options: argparse.Namespace, suite: Suite, quick: bool) -> Settings:
-    """The suite's settings with what was given.
+    """The suite's settings, updated with what was given.
 
     Raises:
         ValueError: a value that does not fit; names field and value.
