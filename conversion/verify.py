@@ -86,8 +86,8 @@ def verify_conversion(
         source: folder or Hub id that was converted. output: folder of the result, trained or not.
         text: probe text, or the path of a text file; by default text that comes with Python. If the source has no
             tokenizer, the probe is random ids.
-        tokens: length T of the probe; by default enough to cross the window, the first chunk of
-            every memory and a reset, if one is near.
+        tokens: length T of the probe; by default enough to cross the window, the first chunk of every memory and a
+            reset, if one is near, as far as the models' positions and the time it takes allow.
         report: JSON file to write.
         dtype: compute in this dtype instead of the one the result was saved in.
         seed: seed for random ids and for the gates opened in the checks.

@@ -216,7 +216,8 @@ class TNTCache(DynamicCache):
         Follow a change of `local_chunk_sizes` (stage 1 to 2). At a chunk boundary W_xi is W_t, so nothing is lost.
 
         Raises:
-            ValueError: a row is inside a chunk of the old or of the new size, or another field differs.
+            ValueError: a row is inside a chunk of the old or of the new size, or another field or the number of sizes
+                differs; any change after the first token with `qk_projection="chunk"`.
         """
         new = _fingerprint(config)
         if new == self.fingerprint:

@@ -84,7 +84,7 @@ class TNTConfig(PreTrainedConfig):
         variant (`str`, defaults to `"mag"`): memory beside attention; `"mal"`: before it; `"lmm"`: in its place.
         memory_layers (`list[int]`, *optional*): indices of the layers with memory; `None` means all, `[]` none.
         global_chunk_size (`int`, *optional*, defaults to 2048): `None` means no global memory.
-        local_chunk_sizes (`list[int]`, defaults to `[8, 16]`): one local memory each; see `set_local_chunk_sizes`.
+        local_chunk_sizes (`list` or `int`, defaults to `[8, 16]`): one local memory each; see `set_local_chunk_sizes`.
         local_reset_interval (`int`, `list` or `None`, defaults to 2048): one for all or one each; `None` means never.
         allow_memory_gap (`bool`, defaults to `False`): accept tokens before a reset that no memory sees (S_L % C_G).
         global_read (`str`, defaults to `"chunk_start"`): read f(W_xi, q), as in Eq. 5; `"current"`: f(W_t, q).
@@ -96,7 +96,7 @@ class TNTConfig(PreTrainedConfig):
 
         memory_num_heads, memory_head_dim (`int`, *optional*): by default `num_key_value_heads` and `head_dim`.
         memory_projections (`str`, defaults to `"own"`): own q, k, v projections; `"shared"`: those of attention.
-        memory_conv_kernel (`int`): taps of the causal depthwise convolution on q, k, v; `None`: 4 if own, 0 if shared.
+        memory_conv_kernel (`int`, *optional*): taps of the causal depthwise conv of q, k, v; `None`: 4 if own, else 0.
         memory_feature_map (`str`, defaults to `"silu"`): applied to q and k before their L2 norm, or `"identity"`;
             `"quadratic"`: after it, the products of all pairs, D (D + 1) / 2 wide with scores (q . k)^2.
         memory_value_norm (`bool`, defaults to `True`): L2-normalise v.

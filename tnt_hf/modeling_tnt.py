@@ -661,7 +661,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
 
         Args:
             labels: `[B, T]`, shifted internally; -100 is ignored. `num_items_in_batch` is passed to the loss.
-            logits_to_keep: compute the logits of only the last tokens; 0 = all.
+            logits_to_keep: compute the logits of only that many last tokens, 0 = all; or a tensor of positions.
 
         Returns:
             `logits` `[B, kept, vocab_size]` in the model's dtype, and with `labels` the float32 `loss` in nats per
