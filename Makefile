@@ -36,7 +36,7 @@ export TOKENIZERS_PARALLELISM ?= false
 help:
 	@echo "make test      format and lint checks and the default test suite"
 	@echo "make test-newest  the same suite with transformers $(NEWEST_TRANSFORMERS), in $(NEWEST)"
-	@echo "make test-long  the tests marked long: whole programs, and shorter tests reach most of the same code"
+	@echo "make test-long  the tests marked long, which take seconds each: whole programs, most of all"
 	@echo "make test-all  the default test suite and the tests marked long or slow"
 	@echo "make demo      train a Llama on real text, convert, verify, distil, refine and evaluate it; plots;"
 	@echo "               about seven minutes on 2 cores"
