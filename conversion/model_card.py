@@ -14,9 +14,9 @@ from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, Source, inside
 
 PASSED_ON = ("license", "license_name", "license_link", "language")
 REMOTE_CODE = """\
-`trust_remote_code=True` runs the `*_tnt.py` files of this folder, which are all the code the model needs; read them,
-or pin a `revision`, before you do that with a copy from somewhere else. With `tnt-hf` installed, `import tnt_hf` makes
-the argument unnecessary."""
+`trust_remote_code=True` runs the `*_tnt.py` files of this folder, which are all the code the model needs. Before you do that
+with somebody else's copy, read them or pin a `revision`. With `tnt-hf` installed, `import tnt_hf` makes the argument
+unnecessary."""
 CITATION = """\
 ```bibtex
 @article{tnt2025,
@@ -63,15 +63,15 @@ TEMPLATE = """\
 ## What holds
 
 {promises}
-`{manifest}` holds the size and, of every file that was read while converting, the SHA-256.
-`tnt verify SOURCE FOLDER` checks both, and everything said here, against the source.
+`{manifest}` holds the size of every file and the SHA-256 of those that were read while converting.
+`tnt verify SOURCE FOLDER` checks both, and everything claimed here, against the source.
 
 ## Limits
 
 - {untrained}
-- Memory works on the tokens of one sequence; it keeps nothing between sequences.
-- Generation keeps a state of its own in the cache: use the model's default cache, or `TNTCache(model.config)`.
-- Whatever the source model may and may not be used for holds for this one too.
+- The memory works within one sequence; it keeps nothing between sequences.
+- Generation keeps the memory's state in the cache: use the model's default cache, or `TNTCache(model.config)`.
+- What the source model may and may not be used for applies to this model too.
 
 ## Citation
 
@@ -207,10 +207,18 @@ def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source
         probe=_probe(conversion),
         promises=_promises(conversion, bool(layers)),
         manifest=manifest,
-        untrained="This is an untrained start: whatever the window hides is lost until the memory is trained."
-        if window is not None
-        else "This is an untrained start: it attends like the source, and the memory adds nothing yet.",
+        untrained=_untrained(window, closed, bool(layers)),
     )
+
+
+def _untrained(window: int | None, closed: bool, has_memory: bool) -> str:
+    if not has_memory:
+        return "What the window hides is lost." if window is not None else "It computes what the source computes."
+    if not closed:
+        return "This is an untrained start: the memory changes the output and has learnt nothing yet."
+    if window is not None:
+        return "This is an untrained start: what the window hides is lost until the memory is trained."
+    return "This is an untrained start: it attends like the source, and the memory adds nothing yet."
 
 
 def _promises(conversion: dict[str, Any], has_memory: bool) -> str:

@@ -123,7 +123,7 @@ def architecture(model: Model) -> str:
     if config.memory_layer_indices:
         shown["memories"] = "; ".join(
             f"{spec.name}, {spec.chunk_size:,} token{'s' * (spec.chunk_size > 1)} per chunk"
-            + (f", starts again every {spec.reset_interval:,}" if spec.reset_interval else "")
+            + (f", reset every {spec.reset_interval:,}" if spec.reset_interval else "")
             for spec in config.memory_specs
         )
         shown["memory network"] = (
@@ -144,7 +144,7 @@ def origin(model: Model, name: str) -> str:
         command = f"```bash\n{portable_command(command_line(found, name))}\n```"
         return f"Converted from {_link(found['source'])} by\n\n{command}\n\n{start}".strip()
     if "exported_from" in found:
-        return f"A {text(found['exported_from'])} model with an injected memory, made a model of its own."
+        return f"A {text(found['exported_from'])} model with an injected memory, saved as a standalone model."
     if model.start and model.kind == "tnt":
         return f"Training started from {_link(model.start)}."
     return ""
@@ -215,7 +215,7 @@ def limits(model: Model) -> str:
     """What the model cannot do and what nobody has measured."""
     lines = []
     if has_memory(model):
-        lines += ["The memory works on the tokens of one sequence; it keeps nothing between sequences."]
+        lines += ["The memory works within one sequence; it keeps nothing between sequences."]
         lines += ["Speculative decoding, offloaded and quantized caches are refused: a memory cannot be rolled back."]
     if model.training:
         given = model.training.get("settings", {}).get("data", {})
@@ -224,9 +224,9 @@ def limits(model: Model) -> str:
         seen = f"{tokens:,} tokens, in rows" if tokens else "rows"
         lines += [f"The run above read {seen} of {length:,}; longer texts are untested unless results say otherwise."]
     if not results(model.evaluation):
-        lines += ["No evaluation results come with it."]
+        lines += ["No evaluation results are included."]
     if model.base:
-        lines += [f"Whatever {_link(model.base)} may and may not be used for holds for this model too."]
+        lines += [f"What {_link(model.base)} may and may not be used for applies to this model too."]
     return "\n".join(f"- {line}" for line in lines)
 
 

@@ -154,7 +154,8 @@ def test_every_gate_that_starts_closed_is_exact(tmp_path):
             assert read_manifest(result)["conversion"]["memory_starts_closed"]
         open_gate = convert_checkpoint(source, tmp_path / "open", progress=False, memory_gate_init=1.0)
         assert not reload(open_gate)(ids).logits.equal(expected)
-    assert "does not start closed" in (open_gate / "README.md").read_text()
+    card = (open_gate / "README.md").read_text()
+    assert "does not start closed" in card and "the memory changes the output" in card and "adds nothing" not in card
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

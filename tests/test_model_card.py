@@ -200,7 +200,7 @@ def test_a_section_without_data_is_absent(tmp_path):
     tiny_model(torch.float32).save_pretrained(tmp_path / "bare")
     card = model_card(tmp_path / "bare", "bare")
     assert list(sections(card)) == ["", "Quick start", "Architecture", "Limits", "Citation"]
-    assert "No evaluation results come with it" in card and "model-index" not in card
+    assert "No evaluation results are included" in card and "model-index" not in card
 
 
 def test_a_baseline_has_no_memory_in_its_card(tmp_path):
