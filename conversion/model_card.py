@@ -14,9 +14,9 @@ from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, Source, inside
 
 PASSED_ON = ("license", "license_name", "license_link", "language")
 REMOTE_CODE = """\
-`trust_remote_code=True` runs the `*_tnt.py` files of this folder, which are all the code the model needs. Before you do that
-with somebody else's copy, read them or pin a `revision`. With `tnt-hf` installed, `import tnt_hf` makes the argument
-unnecessary."""
+`trust_remote_code=True` runs the `*_tnt.py` files of this folder, which are all the code the model needs. Before you
+do that with somebody else's copy, read them or pin a `revision`. With `tnt-hf` installed, `import tnt_hf` makes the
+argument unnecessary."""
 CITATION = """\
 ```bibtex
 @article{tnt2025,
@@ -183,7 +183,7 @@ def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source
         "source": f"{source}" + (f" at `{conversion['revision']}`" if conversion["revision"] else ""),
         "architecture of the source": conversion["model_type"],
         "attention and memory": "; ".join(attention_summary(config)),
-        "memories": ", ".join(
+        "memories": "; ".join(
             f"{spec.name}, {spec.chunk_size} tokens per chunk"
             + (f", reset every {spec.reset_interval}" if spec.reset_interval else "")
             for spec in config.memory_specs
