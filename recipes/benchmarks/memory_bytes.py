@@ -1,4 +1,4 @@
-"""What training through a long sequence costs in memory: bytes per token and head, besides the op's own inputs.
+"""What training through a long sequence costs in memory: bytes per token and head, the op's own inputs included.
 
     python -m tnt_hf.recipes.benchmarks.memory_bytes --out results/memory_bytes.json
 

@@ -90,8 +90,8 @@ class Plan:
 
 
 def config_of(name: str, plan: Plan, intermediate_size: int | None = None) -> TNTConfig:
-    """The configuration of a variant. Sizes of initial weights and of the memory's gate were chosen on this corpus
-    for the demo; that and the rate are the same for all."""
+    """The configuration of a variant. Sizes of initial weights and of the memory's gate were chosen for the demo on
+    other files of this corpus; they and the rate are the same for all."""
     fields = {
         "vocab_size": plan.vocab_size,
         "hidden_size": plan.hidden_size,
