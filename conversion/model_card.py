@@ -215,7 +215,8 @@ def _untrained(window: int | None, closed: bool, has_memory: bool) -> str:
     if not has_memory:
         return "What the window hides is lost." if window is not None else "It computes what the source computes."
     if not closed:
-        return "This is an untrained start: the memory changes the output and has learnt nothing yet."
+        hidden = "" if window is None else " What the window hides is lost until the memory is trained."
+        return "This is an untrained start: the memory changes the output and has learnt nothing yet." + hidden
     if window is not None:
         return "This is an untrained start: what the window hides is lost until the memory is trained."
     return "This is an untrained start: it attends like the source, and the memory adds nothing yet."

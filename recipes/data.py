@@ -38,7 +38,7 @@ def windows(texts, tokenizer, length: int) -> "tuple[Tensor, int]":
     """Cuts every text into windows of `length` tokens that never cross from one file into another.
 
     A file's first window starts with `END_OF_TEXT`; its last one ends with it and overlaps the one before, so no token
-    of a file of at least `length` tokens, these two included, is lost. Shorter files are left out.
+    of a file of at least `length` tokens, both `END_OF_TEXT` included, is lost. Shorter files are left out.
 
     Returns:
         (windows `[N, length]` int64 in the order of the texts, number of tokens in the files left out).

@@ -55,7 +55,7 @@ def evaluate(
         context: lengths in tokens. Every task uses the longest; cost is measured at each. By default 1024 and a
             quarter of it, or less where `max_position_embeddings` is less.
         tokens: text tokens, at most; no document brings more than the longest context or a sixteenth of `tokens`,
-            unless there is too little text otherwise.
+            whichever is more, unless there is too little text otherwise.
         samples: number of pass keys per distance, and of recall sequences.
         batch_size: rows at a time; by default 8, or fewer where their logits would exceed 512 MiB.
         local_chunk_sizes: chunk sizes of a TNT model for this evaluation.

@@ -115,7 +115,7 @@ class TNTConfig(PreTrainedConfig):
         memory_grad_bound (`float`, *optional*): limit on |g_t|; 1.0, as in the recipes, keeps memories from diverging
             when keys are alike; `None` as in the papers. memory_rule, omega_window: so far only `"gradient"` and 1.
         memory_implementation (`str`, defaults to `"auto"`): `"triton"` on CUDA, `"native"` (C) on CPUs where they run;
-            else `"chunk"` (torch). `"naive"` (by token) allows second derivatives, `torch.func` with eager attention.
+            else `"chunk"` (torch). `"naive"`, by token; with eager attention, second derivatives and `torch.func`.
 
     Raises:
         ValueError: for every invalid value or combination, naming the field and the value.
