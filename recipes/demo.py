@@ -59,7 +59,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--budget", type=int, default=plan.teacher_steps, metavar="STEPS",
         help="steps of the Llama; everything else follows in proportion (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=plan.seed)
+    parser.add_argument(
+        "--seed", type=int, default=plan.seed, help="seed for everything random (default: %(default)s)"
+    )
     parser.add_argument(
         "--precision", choices=("auto", *PRECISIONS), default="auto", help="auto: whichever trains faster here"
     )

@@ -125,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data-config", metavar="NAME", help="configuration of a Hub dataset")
     parser.add_argument("--split", help="split of a dataset (default: train)")
-    parser.add_argument("--text-column", default="text", metavar="NAME")
+    parser.add_argument("--text-column", default="text", metavar="NAME", help="column with the text (default: text)")
     parser.add_argument(
         "--held-out",
         type=float,
@@ -140,13 +140,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--samples", type=int, default=32, help="pass keys per distance, recall sequences (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed for everything random (default: 0)")
     parser.add_argument("--batch-size", type=int, metavar="ROWS", help="default: 8, or what keeps logits in 512 MiB")
     parser.add_argument(
         "--local-chunk-sizes", action=Integers, nargs="+", metavar="C", help="of a TNT model: one for all, or one each"
     )
     parser.add_argument("--tokenizer", metavar="NAME", help="folder or Hub id (default: the model's)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float64", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float64", "float32", "bfloat16", "float16"),
+        help="auto: the checkpoint's own",
+    )
     parser.add_argument("--device", help="default: cuda if available, otherwise cpu")
     parser.add_argument(
         "--output", metavar="DIR",

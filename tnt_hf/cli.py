@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--chat", action="store_true", help="take the prompt as a user message and apply the tokenizer's chat template"
     )
-    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="at most (default: 128)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy decoding")
     generate.add_argument("--top-p", type=float, default=1.0, help="share of the probability to sample from")
     generate.add_argument("--seed", type=int, default=0, help="seed for sampling")
