@@ -38,9 +38,7 @@ TEMPLATE = """\
 
 # {title}
 
-{source}, converted into a TNT hybrid: the same transformer with a test-time memory
-([TNT, arXiv 2511.07343](https://arxiv.org/abs/2511.07343), on Titans-MAG, arXiv 2501.00663) beside the attention of
-{where}. {start}
+{source}, converted into {what}
 
 ## Quick start
 
@@ -69,13 +67,20 @@ TEMPLATE = """\
 ## Limits
 
 - {untrained}
-- The memory works within one sequence; it keeps nothing between sequences.
-- Generation keeps the memory's state in the cache: use the model's default cache, or `TNTCache(model.config)`.
-- What the source model may and may not be used for applies to this model too.
+{of_memory}- What the source model may and may not be used for applies to this model too.
 
 ## Citation
 
 {citation}
+"""
+
+MEMORY = """\
+a TNT hybrid: the same transformer with a test-time memory
+([TNT, arXiv 2511.07343](https://arxiv.org/abs/2511.07343), on Titans-MAG, arXiv 2501.00663) beside the attention of
+{where}. {start}"""
+MEMORY_LIMITS = """\
+- The memory works within one sequence; it keeps nothing between sequences.
+- Generation keeps the memory's state in the cache: use the model's default cache, or `TNTCache(model.config)`.
 """
 
 TEXT_START = """\
@@ -174,10 +179,9 @@ def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source
     metadata |= {key: value for key, value in said.items() if key in PASSED_ON}
     metadata["tags"] = ["tnt", "titans", "test-time-memory", "custom_code"]
     start = "The memory starts closed: it changes nothing until it is trained."
-    if not layers:
-        start = "No layer has a memory."
-    elif not closed:
+    if not closed:
         start = "The memory does not start closed: it changes the output from the start."
+    where = "every layer" if len(layers) == count else f"layers {ranges(layers)}"
     parameters = conversion["parameters"]
     rows = {
         "source": f"{source}" + (f" at `{conversion['revision']}`" if conversion["revision"] else ""),
@@ -197,8 +201,8 @@ def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source
         metadata=yaml.safe_dump(metadata, sort_keys=False),
         title=name,
         source=f"[{source}](https://huggingface.co/{source})" if HUB_ID.fullmatch(source) else f"`{source}`",
-        where="no layer" if not layers else "every layer" if len(layers) == count else f"layers {ranges(layers)}",
-        start=start,
+        what=MEMORY.format(where=where, start=start) if layers else "TNT's form without a memory.",
+        of_memory=MEMORY_LIMITS if layers else "",
         quick_start=(TEXT_START if tokenizer else IDS_START).format(name=json.dumps(name)),
         remote_code=REMOTE_CODE,
         citation=CITATION,

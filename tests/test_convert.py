@@ -158,6 +158,13 @@ def test_every_gate_that_starts_closed_is_exact(tmp_path):
     assert "does not start closed" in card and "the memory changes the output" in card and "adds nothing" not in card
 
 
+def test_a_card_without_a_memory_speaks_of_none(tmp_path):
+    _, result = convert(tmp_path, window=4, memory_layers=[])
+    card = (result / "README.md").read_text()
+    assert "into TNT's form without a memory" in card and "What the window hides is lost." in card
+    assert not [word for word in ("untrained", "beside the attention", "The memory") if word in card]
+
+
 # -------------------------------------------------------------------------------------------------------------- memory
 
 

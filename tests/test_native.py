@@ -288,9 +288,10 @@ def test_the_first_compiler_there_is(tmp_path, monkeypatch):
     "dtype, tolerance",
     [(torch.float32, FLOAT32), pytest.param(torch.float64, 1e-13, marks=pytest.mark.slow)],
 )
+# zig's is a clang, too
 @pytest.mark.parametrize(
     "compiler", [pytest.param("clang", marks=pytest.mark.slow), pytest.param("zig", marks=pytest.mark.long)]
-)  # a clang, too
+)
 def test_other_compilers(tmp_path, monkeypatch, dtype, tolerance, compiler):
     """What clang makes of the source does what this machine's code does, in one of torch's threads or in several."""
     if compiler == "clang" and shutil.which("clang") is None or compiler == "zig" and find_spec("ziglang") is None:
