@@ -233,14 +233,14 @@ def _targets(base: nn.Module) -> tuple[list[str], bool]:
     if injected and kind in ARCHITECTURES:
         return ARCHITECTURES[kind].lora_targets, ARCHITECTURES[kind].conv1d
     raise ValueError(
-        f"model={type(base).__name__}: has no injected memory and is no TNT model; inject(model, config) it first."
+        f"model={type(base).__name__}: has no injected memory and is not a TNT model; inject(model, config) it first."
     )
 
 
 def _check_overrides(overrides: dict[str, Any]) -> None:
     known = [x.name for x in fields(LoraConfig) if x.init]
     if unknown := [name for name in overrides if name not in known]:
-        raise ValueError(f"{unknown[0]}={overrides[unknown[0]]!r}: is no field of LoraConfig: {', '.join(known)}.")
+        raise ValueError(f"{unknown[0]}={overrides[unknown[0]]!r}: is not a field of LoraConfig: {', '.join(known)}.")
 
     def check(name: str, accepted: bool, reason: str) -> None:
         if name in overrides and not accepted:
@@ -260,7 +260,7 @@ def _check_overrides(overrides: dict[str, Any]) -> None:
         try:
             re.compile(targets)
         except re.error as error:
-            raise ValueError(f"target_modules={targets!r}: is no pattern ({error}).") from error
+            raise ValueError(f"target_modules={targets!r}: is not a pattern ({error}).") from error
 
 
 def _are_names(value: Any) -> bool:

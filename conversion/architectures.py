@@ -65,7 +65,7 @@ class Architecture:
         projection, whatever library keeps it: what it makes of the unit vectors, in `dtype`.
 
         Raises:
-            ValueError: a projection is sharded or wrapped: it is no matrix of that shape.
+            ValueError: a projection is sharded or wrapped: it is not a matrix of that shape.
         """
         query, key = heads.query * heads.head_dim, heads.key_value * heads.head_dim
         rows = {None: (query, key, key), "gate": (2 * query, key, key)}.get(self.fused, (query + 2 * key,))
@@ -244,7 +244,7 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     The row of a live model.
 
     Raises:
-        ValueError: `model` is no Transformers model, a PEFT wrapper, or of an architecture without a row; the message
+        ValueError: `model` is a PEFT wrapper, of an architecture without a row, or not of Transformers; the message
             says why and lists the supported ones.
     """
     if not isinstance(model, PreTrainedModel):

@@ -98,7 +98,7 @@ def convert_checkpoint(
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r}: must be True or False")
     for name in sorted(fields.keys() & {"source_config", "full_attention_layers"}):
-        raise ValueError(f"{name}={fields[name]!r}: is no field of the memory")
+        raise ValueError(f"{name}={fields[name]!r}: is not a field of the memory")
     most, cast = parse_size(max_shard_size), stored_dtype(dtype)
     folder, target = locate(source, revision), target_of(output)
     _check_apart(folder, target)
@@ -245,7 +245,7 @@ def _complete(
     if (attention := source_config._attn_implementation) is not None:  # another one rounds differently
         if not _names_attention(attention):
             raise ValueError(
-                f"{checkpoint.name}: attn_implementation={attention!r}: the library has none of that name"
+                f"{checkpoint.name}: attn_implementation={attention!r}: transformers has no attention of that name"
             )
         config.attn_implementation = attention
     # Tokenizer files without a class name get it from the model type, which says nothing about ours.

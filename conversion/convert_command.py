@@ -96,7 +96,7 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if options.config is not None:
         if not options.config.is_file():
-            raise FileNotFoundError(f"--config {options.config}: is no file")
+            raise FileNotFoundError(f"--config {options.config}: is not a file")
         settings = read_yaml(options.config, "--config")
         if not isinstance(settings, dict):
             raise ValueError(f"--config {options.config}: must hold a mapping, not {type(settings).__name__}")

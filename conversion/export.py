@@ -22,6 +22,7 @@ from .files import flush, sha256
 from .injected_attention import is_injected
 from .injection_config import LiZAConfig, TNTInjectionConfig
 from .manifest import file_entry, write_manifest
+from .source import HUB_ID
 from .staging import Staging, check_target, target_of
 
 
@@ -130,7 +131,7 @@ def exported_config(model: PreTrainedModel) -> TNTConfig:
     memories = {i: x.memory for i, x in attentions.items() if is_injected(x)}
     first = next(iter(memories.values()))
     if odd := [i for i, memory in memories.items() if memory.config.to_dict() != first.config.to_dict()]:
-        raise ValueError(f"layer {odd[0]}: its memory is configured otherwise than that of layer {min(memories)}.")
+        raise ValueError(f"layer {odd[0]}: its memory is configured differently from that of layer {min(memories)}.")
     names = [x.name for x in dataclasses.fields(TNTInjectionConfig) if x.name not in NOT_MEMORY]
     fields = {name: copy.deepcopy(getattr(first.config, name)) for name in names}
     fields["memory_layers"] = sorted(memories)
@@ -181,6 +182,6 @@ def _exported_tensors(model: PreTrainedModel, exported: TNTForCausalLM) -> dict[
 
 def _card(model: PreTrainedModel, config: TNTConfig, name: str) -> str:
     origin = model.name_or_path
-    base = f"base_model: {origin}\n" if origin and not Path(origin).exists() else ""
+    base = f"base_model: {origin}\n" if HUB_ID.fullmatch(origin) and not Path(origin).exists() else ""
     layers = ", ".join(map(str, config.memory_layer_indices))
     return CARD.format(base=base, name=name, family=model.config.model_type, layers=layers, version=__version__)

@@ -60,15 +60,15 @@ def _qwen3(config: PreTrainedConfig) -> dict[str, Any]:
 def _qwen_window(config: PreTrainedConfig) -> dict[str, Any]:
     types = list(config.layer_types)
     if other := sorted(set(types) - {"full_attention", "sliding_attention"}):
-        raise ValueError(f"layer_types: {other[0]!r} is no attention that TNT has")
+        raise ValueError(f"layer_types: {other[0]!r} is not a layer type that TNT has")
     return {"sliding_window": config.sliding_window, "layer_types": types}
 
 
 def _phi3(config: PreTrainedConfig) -> dict[str, Any]:
     if (kind := config.rope_parameters["rope_type"]) != "default":
         raise ValueError(
-            f"rope_parameters.rope_type={kind!r}: generate of Phi3 starts over with other frequencies where a text"
-            " outgrows original_max_position_embeddings, which TNT does not"
+            f"rope_parameters.rope_type={kind!r}: Phi3's generate starts over with other frequencies where a text"
+            " outgrows original_max_position_embeddings; TNT's does not"
         )
     return {"sliding_window": config.sliding_window}
 

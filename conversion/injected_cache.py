@@ -40,7 +40,7 @@ def make_stateful(cache: Any, slots: dict[int, int], count: int, settings: dict[
     """
     hint = "pass an empty DynamicCache(config=model.config), or none"
     if not isinstance(cache, Cache):
-        raise ValueError(f"{CACHE_NAME}: {type(cache).__name__} is no Cache of transformers; {hint}.")
+        raise ValueError(f"{CACHE_NAME}: {type(cache).__name__} is not a transformers Cache; {hint}.")
     settings = {**settings, "slots": slots}
     filled_with = getattr(cache, "tnt_injection", None)
     if filled_with == settings:

@@ -81,7 +81,7 @@ class _Injection:
         known = [field.name for field in fields(cls)]
         if unknown := [name for name in settings if name not in known]:
             raise ValueError(
-                f"{cls.__name__}.{unknown[0]}={settings[unknown[0]]!r}: is no field; those are {', '.join(known)}."
+                f"{cls.__name__}.{unknown[0]}={settings[unknown[0]]!r}: is not a field; those are {', '.join(known)}."
             )
         return cls(**settings)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tnt_hf.grid_tnt import document_starts
 from tnt_hf.precision_tnt import full_precision
+from tnt_hf.projection_tnt import unit_vectors
 
 
 # rule -> does a write first erase what its key reads, and is `decay` required, possible or impossible
@@ -36,7 +37,7 @@ RULES = {
 }
 IMPLEMENTATIONS = ("chunk", "recurrent", "fla")
 FEATURE_MAPS = {
-    "silu-l2": lambda x: F.normalize(F.silu(x), dim=-1, eps=1e-6),  # 1e-12 would amplify the gradient of a zero key
+    "silu-l2": lambda x: unit_vectors(F.silu(x)),
     "elu+1": lambda x: F.elu(x) + 1,
     "softmax": lambda x: x.softmax(-1),
     "identity": lambda x: x,

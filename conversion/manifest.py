@@ -46,7 +46,7 @@ def read_manifest(folder: str | os.PathLike) -> dict[str, Any]:
         or not isinstance(files, dict)
         or not isinstance(manifest.get("conversion"), dict)
     ):
-        raise ValueError(f"{path}: is no manifest of format {FORMAT}")
+        raise ValueError(f"{path}: is not a manifest of format {FORMAT}")
     for name, entry in files.items():
         parts = Path(name).parts
         if (

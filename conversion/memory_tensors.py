@@ -97,4 +97,4 @@ class InitialValues:
             return torch.zeros(shape)
         if type(module) is nn.Linear:
             return normal(std)
-        raise NotImplementedError(f"no start is known for {name} of {type(module).__name__}")
+        raise NotImplementedError(f"no initial value is known for {name} of {type(module).__name__}")

@@ -12,7 +12,8 @@ from tnt_hf.conversion.shards import NewTensor, split_by_size
 from tnt_hf.conversion.source import Source, StoredTensor
 
 
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+         "TIB": 2**40}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,8 @@ class Shard:
 
 def parse_size(text: str | int) -> int:
     """Bytes of `"5GB"`, `"512 MiB"` or a number. Raises ValueError if it is not a positive size."""
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMGT]?i?B)?\s*", str(text), re.IGNORECASE)
-    size = (
-        int(float(match[1]) * UNITS[(match[2] or "B").upper()]) if match and (match[2] or "B").upper() in UNITS else 0
-    )
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*((?:[KMGT]i?)?B)?\s*", str(text), re.IGNORECASE | re.ASCII)
+    size = int(float(match[1]) * UNITS[(match[2] or "B").upper()]) if match else 0
     if size < 1:
         raise ValueError(f"max_shard_size={text!r}: must be a size such as 5GB or 512MiB")
     return size

@@ -25,7 +25,9 @@ def narrowed_layers(own: TNTConfig, window: int, count: int = 0) -> list[int]:
     """
     if window + 1 >= own.max_position_embeddings:
         most = f"max_position_embeddings={own.max_position_embeddings} of the source"
-        raise ValueError(f"window={window}: hides nothing that could be measured within {most}; a probe needs less")
+        raise ValueError(
+            f"window={window}: hides nothing within {most}, so there is nothing to probe; give a smaller one"
+        )
     layers = [l for l, kind in enumerate(own.layer_types) if "sliding" not in kind or own.sliding_window > window]
     if not layers:
         seen = f"every layer of the source sees {own.sliding_window} tokens"
@@ -72,13 +74,13 @@ def measure_window(
         raise ValueError(f"probe: {folder} has no tokenizer to read a text with ({reason})") from error
     ids = tokenizer(read_text(probe), return_tensors="pt", verbose=False)["input_ids"][:, :MAX_TOKENS]
     if ids.shape[1] <= window + 1:  # the first token that the window narrows has to predict another
-        taken = "" if is_file(probe) else f" ({probe_name(probe)!r} is no file, so it is the text)"
+        taken = "" if is_file(probe) else f" ({probe_name(probe)!r} is not a file, so it is the text)"
         raise ValueError(
             f"probe: the text has {ids.shape[1]} tokens, which must be more than window + 1 = {window + 1}{taken}"
         )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
     behind = sum(part.shape[1] - window for part in segments(model, ids, window))
-    warning = f": warning: fewer than {FEW:,} tell little but chance, give a longer text" if behind < FEW else ""
+    warning = f": warning: fewer than {FEW:,} measure mostly chance, give a longer text" if behind < FEW else ""
     say(f"probe       {ids.shape[1]:,} tokens, {behind:,} of them behind a window of {window}{warning}")
     with torch.inference_mode():
         errors = window_errors(model.eval(), ids, window, print_progress if progress else None)
@@ -91,7 +93,7 @@ def read_text(probe: str | os.PathLike) -> str:
         try:
             return Path(probe).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"probe={str(probe)!r}: is no text in UTF-8 ({error})") from error
+            raise ValueError(f"probe={str(probe)!r}: is not UTF-8 text ({error})") from error
     if isinstance(probe, os.PathLike):
         raise FileNotFoundError(f"probe={str(probe)!r}: no such file")
     return probe

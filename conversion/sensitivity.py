@@ -160,7 +160,7 @@ def choose_full_attention(costs: list[float], count: int) -> list[int]:
     The `count` layers with the largest costs, ascending; the earlier one of two equal ones.
 
     Raises:
-        ValueError: `count` is negative or there are fewer layers, or a cost is no number.
+        ValueError: `count` is negative or there are fewer layers, or a cost is not a number.
     """
     if unknown := [layer for layer, cost in enumerate(costs) if cost != cost]:
         raise ValueError(f"costs[{unknown[0]}]=nan: the probe overflowed; measure it in another dtype.")

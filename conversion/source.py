@@ -182,10 +182,10 @@ def inside(folder: Path, name: str) -> Path:
     from `snapshots/<commit>/` to `blobs/` of the same repository.
 
     Raises:
-        ValueError: `name` is no plain name, or leads elsewhere. FileNotFoundError: there is no such file.
+        ValueError: `name` is not a plain name, or leads elsewhere. FileNotFoundError: there is no such file.
     """
     if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\x00]", name):
-        raise ValueError(f"{folder / INDEX}: {name!r} is no plain file name; a checkpoint stays inside its folder")
+        raise ValueError(f"{folder / INDEX}: {name!r} is not a plain file name; a checkpoint stays inside its folder")
     path = folder / name
     real = Path(os.path.realpath(path))  # unlike `resolve`, it bears links that lead to themselves
     allowed = [folder.resolve()]
@@ -196,7 +196,7 @@ def inside(folder: Path, name: str) -> Path:
     if not real.exists():
         raise FileNotFoundError(f"{path}: missing")
     if not real.is_file():
-        raise ValueError(f"{path}: is no regular file")
+        raise ValueError(f"{path}: is not a regular file")
     return real
 
 
@@ -205,7 +205,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is no valid JSON ({error})") from error
+        raise ValueError(f"{path}: is not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
@@ -218,7 +218,7 @@ def read_index(path: Path) -> dict[str, str]:
         raise ValueError(f"{path}: has no weight_map")
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise ValueError(f"{path}: weight_map[{tensor!r}]={shard!r} is no file name")
+            raise ValueError(f"{path}: weight_map[{tensor!r}]={shard!r} is not a file name")
     return weight_map
 
 
@@ -285,7 +285,7 @@ def read_header(path: Path) -> list[StoredTensor]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: its header is damaged ({error})") from error
     if not isinstance(header, dict):
-        raise ValueError(f"{path}: its header is no JSON object")
+        raise ValueError(f"{path}: its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError(f"{path}: the __metadata__ of its header is damaged")

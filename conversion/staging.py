@@ -12,6 +12,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 from tnt_hf.conversion.files import flush
@@ -83,7 +85,7 @@ def target_of(output: str | os.PathLike) -> Path:
     The resolved path of a folder to be.
 
     Raises:
-        ValueError: no name, a link that leads to itself, or a path that is no text.
+        ValueError: no name, a link that leads to itself, or a path that is not text.
     """
     if not str(output).strip():
         raise ValueError(f"output={str(output)!r}: must name a folder; the working directory is '.'")
@@ -102,7 +104,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     Whether a folder may appear at `target`.
 
     Raises:
-        FileExistsError: something is there: a file, or a folder with content that is no converted checkpoint, that
+        FileExistsError: something is there: a file, or a folder with content that is not a converted checkpoint, that
             `overwrite` does not cover or that the conversion did not write.
         ValueError: a file system is mounted there: no other folder can take its place.
     """
@@ -113,7 +115,7 @@ def check_target(target: Path, overwrite: bool) -> None:
             f"output={str(target)!r}: is a mount point, which cannot be replaced; name a folder inside it"
         )
     if not target.is_dir():
-        raise FileExistsError(errno.EEXIST, "exists and is no folder", str(target))
+        raise FileExistsError(errno.EEXIST, "exists and is not a folder", str(target))
     if not any(target.iterdir()):
         return
     try:
@@ -133,14 +135,14 @@ def clean_up(target: Path, say: Callable[[str], object]) -> None:
     """Remove what runs for `target` left behind that were killed, and undo a replacement that one of them began."""
     if not target.parent.is_dir():
         return
-    for root in sorted(target.parent.glob(f"{_escape(_prefix(target))}*")):
+    for root in sorted(target.parent.glob(f"{escape(_prefix(target))}*")):
         if root.is_symlink() or not root.is_dir():
             continue
         if not (root / LOCK).is_file():
-            if not any(root.iterdir()):
+            with suppress(OSError):  # not empty, or gone
                 root.rmdir()  # killed before it held anything
             continue
-        with (root / LOCK).open("r+") as lock:
+        with suppress(FileNotFoundError), (root / LOCK).open("r+") as lock:  # another run may remove it meanwhile
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -154,10 +156,6 @@ def clean_up(target: Path, say: Callable[[str], object]) -> None:
 
 def _prefix(target: Path) -> str:
     return f".{target.name}.tnt-partial-"
-
-
-def _escape(text: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
 
 
 def _exchange(first: Path, second: Path) -> bool:

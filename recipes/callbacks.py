@@ -130,8 +130,8 @@ class ChunkSizeSchedule(TrainerCallback):
             local memories or one each. Before the first the model's own hold. The trained model keeps the last.
 
     Raises:
-        ValueError: a step that is no number >= 0 or is named twice, sizes that are no numbers; when training begins,
-            and before any step, sizes that the model refuses.
+        ValueError: a step that is not a number >= 0 or is named twice, sizes that are not numbers; when training
+            begins, and before any step, sizes that the model refuses.
     """
 
     def __init__(self, schedule: dict[int | str, int | list[int]]):

@@ -3,8 +3,9 @@
 Tokens are those of the tokenizer's chat template over the whole conversation. What the assistant says is told by the
 template's `{% generation %}` blocks where it has them, and otherwise found from prefixes: the assistant's message
 number i is what lies between the conversation before it, rendered with the prompt to answer, and the conversation up
-to it; a template for which these are no prefixes of the whole is refused. Its tokens are then those between the tokens
-of the text before it and of the text up to its end; a conversation with a token across such a border is dropped.
+to it; a template for which these are not prefixes of the whole is refused. Its tokens are then those between
+the tokens of the text before it and of the text up to its end; a conversation with a token across such a border is
+dropped.
 """
 
 import re

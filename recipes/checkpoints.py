@@ -117,12 +117,13 @@ def fault(folder: Path, intact: bool = False) -> str | None:
 def check_checkpoint(folder: str | os.PathLike, field: str = "resume", intact: bool = True) -> None:
     """
     Raises:
-        ValueError: the folder that `field` names is not there, or is no complete checkpoint. `intact`: files are read.
+        ValueError: the folder that `field` names does not exist, or is not a complete checkpoint. With `intact`, the
+            files are read.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"{field}={str(folder)!r}: there is no such folder; name a checkpoint, or leave it out")
     if (why := fault(Path(folder), intact)) is not None:
-        raise ValueError(f"{field}={str(folder)!r}: is no complete checkpoint, {why}")
+        raise ValueError(f"{field}={str(folder)!r}: is not a complete checkpoint, {why}")
 
 
 def checkpoints(output_dir: str | os.PathLike) -> list[Path]:

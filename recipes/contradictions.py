@@ -30,7 +30,10 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
         if not 0 <= value(name) <= 1 or value(name) == top:
             refuse(name, f"must be in [0, 1{')' if top else ']'}")
     if value("train_tokens") is not None and (value("max_steps") or -1) > 0:
-        refuse("train_tokens", f"says how long the run is, and so does max_steps={value('max_steps')!r}: give one")
+        refuse(
+            "train_tokens",
+            f"sets the length of the run, and so does max_steps={value('max_steps')!r}: make one of them null",
+        )
     for name in ("max_steps", "train_tokens"):
         if "num_train_epochs" in given and (value(name) or -1) > 0:
             refuse("num_train_epochs", f"has no effect beside {name}={value(name)!r}: give one of them")
@@ -42,7 +45,7 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
     if value("push_to_hub"):
         refuse("push_to_hub", "would upload checkpoints that nobody checked; use tnt push when the run has ended")
     if value("hub_token") is not None:
-        raise ValueError("hub_token: settings are written down with the run, so no secret; set HF_TOKEN, or log in")
+        raise ValueError("hub_token: settings are saved with the run, so a secret is refused; set HF_TOKEN, or log in")
     for name in given:
         if name.startswith("hub_") and value(name):
             refuse(name, "has no effect, as a run uploads nothing; use tnt push when it has ended")
@@ -55,7 +58,7 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
         if value(f"{name}_kwargs") and not any(map(value, recomputing)):
             refuse(f"{name}_kwargs", f"has no effect without {name}")
         if unknown := [option for option in value(f"{name}_kwargs") or {} if option not in RECOMPUTING]:
-            refuse(f"{name}_kwargs", f"{unknown[0]!r} is none of {', '.join(RECOMPUTING)}")
+            refuse(f"{name}_kwargs", f"{unknown[0]!r} must be among {', '.join(RECOMPUTING)}")
     if value("auto_find_batch_size"):
         refuse("auto_find_batch_size", "would change the batch in the run, away from the one written down")
     accelerator = value("accelerator_config")

@@ -33,7 +33,7 @@ def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"convert.{name}={value!r}: is no argument of convert_checkpoint{hint}")
+            raise ValueError(f"convert.{name}={value!r}: is not an argument of convert_checkpoint{hint}")
     arguments = {"seed": seed, **model.convert}
     wanted = {"source": _identity(model.source), "arguments": json.loads(json.dumps(arguments, default=str))}
     record, there = target.parent / CONVERTED, target.is_dir() and any(target.iterdir())

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 END_OF_TEXT = "<|endoftext|>"
-_LONG = re.compile(r"(\S{1000}|\s{1000})")  # training takes the cube of a word's length; what is no word is cut
+_LONG = re.compile(r"(\S{1000}|\s{1000})")  # training takes the cube of a word's length; what is not a word is cut
 
 
 def train_tokenizer(texts, vocab_size: int):

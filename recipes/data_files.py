@@ -55,7 +55,9 @@ def data_files(folder: Path) -> dict[str, list[Path]]:
     if lost := sorted(path for path in chosen if not path.exists()):
         raise ValueError(f"dataset_name={str(folder)!r}: {lost[0]} is a link to a file that is not there")
     if skipped := sorted(found - chosen):
-        log.warning("%s: %d files are not read, the first is %s", folder, len(skipped), skipped[0])
+        read, others = ("tables", "texts") if chosen == tables else ("texts", "tables")
+        counts = len(chosen), read, len(skipped), others, skipped[0]
+        log.warning("%s: only its %d %s are read; %d %s are not, the first is %s", folder, *counts)
     splits: dict[str, list[Path]] = {}
     for path in sorted(chosen, key=lambda path: path.relative_to(folder).as_posix()):
         names = re.findall("[a-z]+", path.name.lower()) if path in tables else []

@@ -102,7 +102,7 @@ def _tasks(tasks: str | Iterable[str] | None) -> list[str]:
     chosen = TASKS if tasks is None else tasks.split(",") if isinstance(tasks, str) else tasks
     chosen = [task.strip() for task in chosen]
     if unknown := [task for task in chosen if task not in TASKS]:
-        raise ValueError(f"tasks: {unknown[0]!r} is none of {', '.join(TASKS)}")
+        raise ValueError(f"tasks: {unknown[0]!r} must be among {', '.join(TASKS)}")
     return [task for task in TASKS if task in chosen]
 
 

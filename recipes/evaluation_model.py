@@ -152,7 +152,7 @@ def documents_of(
         ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
         check_ids(ids, vocab_size)
         cut.pop(place, None)
-        if len(ids) > limit or len(part) < len(text):
+        if ids and (len(ids) > limit or len(part) < len(text)):
             cut[place] = text
         return ids[:limit]
 

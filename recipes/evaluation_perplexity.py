@@ -76,7 +76,7 @@ def token_losses(
     Rows of like length share a batch, padded on the right: what is read from there on changes nothing before.
 
     Raises:
-        ValueError: a probability that is no number; names the document and the position.
+        ValueError: a probability that is not a number; names the document and the position.
     """
     device = next(model.parameters()).device
     losses: list[Tensor] = [None] * len(rows.ids)

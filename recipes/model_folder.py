@@ -114,7 +114,9 @@ def read_model(folder: str | os.PathLike) -> Model:
         config = read_json(folder / "config.json")
         kind = "tnt" if config.get("model_type") == "tnt" else "injected"
         if kind == "injected" and "tnt_injection" not in config:
-            raise ValueError(f"{folder}: model_type={config.get('model_type')!r} without a memory: no model of ours")
+            raise ValueError(
+                f"{folder}: model_type={config.get('model_type')!r} has no memory, and this is for models with one"
+            )
     else:
         raise FileNotFoundError(f"{folder}: holds neither config.json nor {ADAPTER_CONFIG}")
     training, evaluation = (read_json(p) if (p := folder / n).is_file() else {} for n in (TRAINING, EVALUATION))

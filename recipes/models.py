@@ -123,7 +123,9 @@ def new_model(model: ModelArguments, tokenizer: Any = None) -> nn.Module:
         config = TNTConfig(**fields | model.model_config)
     else:
         if unknown := sorted(model.model_config.keys() - LlamaConfig().to_dict().keys()):
-            raise ValueError(f"model_config.{unknown[0]}={model.model_config[unknown[0]]!r}: is no field of a Llama")
+            raise ValueError(
+                f"model_config.{unknown[0]}={model.model_config[unknown[0]]!r}: is not a field of a Llama"
+            )
         try:  # the fields of a Llama are fields of TNT's, which refuses what the library finds out when it computes
             TNTConfig(**fields | model.model_config, memory_layers=[], sliding_window=None)
         except ValueError as error:
@@ -139,8 +141,8 @@ def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
     other of the library, into which `inject` is put.
 
     Raises:
-        ValueError: tensors are missing, left over or of another shape; `model_config` for a model that is no TNT; an
-            injection that does not fit.
+        ValueError: tensors are missing, left over or of another shape; `model_config` for a model other than
+            TNT; an injection that does not fit.
     """
     options = _load_options(model)
     if (Path(name) / ADAPTER).is_file():
@@ -220,7 +222,7 @@ def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None 
             own = model.peft_config[model.active_adapter].to_dict()
             for name, value in (lora or {}).items():
                 if value != own.get(name) and not (isinstance(own.get(name), set) and set(value) == own[name]):
-                    raise ValueError(f"lora.{name}={value!r}: the adapter has {own.get(name)!r} and goes on as it is")
+                    raise ValueError(f"lora.{name}={value!r}: the adapter has {own.get(name)!r} and continues with it")
             return model
         from peft import get_peft_model
 
@@ -232,7 +234,7 @@ def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None 
             model.name_or_path = str(Path(model.name_or_path).resolve())
         return get_peft_model(model, settings)
     if hasattr(model, "peft_config"):
-        raise ValueError(f"trainable={trainable!r}: the model is an adapter, which goes on as trainable='lora'")
+        raise ValueError(f"trainable={trainable!r}: the model is an adapter, which needs trainable='lora'")
     if trainable == "local_memories":
         if not isinstance(model, TNTForCausalLM):
             raise ValueError(f"trainable={trainable!r}: {type(model).__name__} has no local memory")
@@ -314,7 +316,9 @@ def _refuse_fields(name: str, model: ModelArguments, injected: bool) -> None:
         raise ValueError(f"inject={model.inject!r}: {name!r} has an injected memory already")
     if model.model_config:
         field, value = next(iter(model.model_config.items()))
-        raise ValueError(f"model_config.{field}={json.dumps(value)}: {name!r} is no TNT model, only those take fields")
+        raise ValueError(
+            f"model_config.{field}={json.dumps(value)}: {name!r} is not a TNT model, only those take fields"
+        )
 
 
 def _check_sizes(model: nn.Module, tokenizer: Any, sequence_length: int | None) -> None:
@@ -325,5 +329,5 @@ def _check_sizes(model: nn.Module, tokenizer: Any, sequence_length: int | None) 
     if sequence_length is not None and positions is not None and sequence_length > positions:
         raise ValueError(
             f"sequence_length={sequence_length}: is more than max_position_embeddings={positions} of the model; raise"
-            " it by model_config (in config.json if it is no TNT model), and rope_parameters where the model needs it"
+            " it by model_config (for other models than TNT, in config.json), and rope_parameters where it needs that"
         )

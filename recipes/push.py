@@ -67,7 +67,7 @@ def push(
     if not HUB_ID.fullmatch(repo):
         raise ValueError(f"REPO={repo!r}: must have the form owner/name")
     if not revision or revision.startswith("-") or any(c in revision for c in " ~^:?*[\\") or ".." in revision:
-        raise ValueError(f"revision={revision!r}: is no name of a branch")
+        raise ValueError(f"revision={revision!r}: is not a branch name")
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license):
         raise ValueError(f"license={license!r}: must be one of the Hub's names, such as apache-2.0 or other")
     model = read_model(folder)

@@ -31,7 +31,7 @@ SECRET = re.compile(
 )
 PICTURES = (".png", ".svg")
 OURS = ("loss.png", "gates.png", "window_errors.png")  # pictures that runs and conversions leave
-NOT_READ = (".safetensors", ".model", *PICTURES)  # what is no text
+NOT_READ = (".safetensors", ".model", *PICTURES)  # what is not text
 NAMES_OF_FOLDERS = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 
 
@@ -108,7 +108,7 @@ def _follow(folder: Path, module: str, found: dict[str, ast.Module]) -> None:
     try:
         found[module] = ast.parse(inside(folder, path.name).read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{folder}/{path.name}: is no Python ({error})") from error
+        raise ValueError(f"{folder}/{path.name}: is not valid Python ({error})") from error
     for node in ast.walk(found[module]):
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
             _follow(folder, node.module, found)
@@ -154,12 +154,12 @@ def check_secrets(name: str, content: bytes) -> None:
 
 def _check_json(name: str, content: bytes) -> None:
     def refuse(constant: str) -> None:
-        raise ValueError(f"{name}: holds {constant}, which is no JSON and no result")
+        raise ValueError(f"{name}: holds {constant}, which is neither JSON nor a result")
 
     try:
         json.loads(content, parse_constant=refuse)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{name}: is no valid JSON ({error})") from error
+        raise ValueError(f"{name}: is not valid JSON ({error})") from error
 
 
 def _check_complete(model: Model) -> None:
@@ -178,7 +178,7 @@ def _check_complete(model: Model) -> None:
     if missing := sorted(wanted.keys() - stored.keys() - tied):
         raise ValueError(f"{model.folder}: tensor {missing[0]!r} of the configuration is missing")
     if strange := sorted(stored.keys() - wanted.keys()):
-        raise ValueError(f"{model.folder}: tensor {strange[0]!r} is none of the configuration's")
+        raise ValueError(f"{model.folder}: tensor {strange[0]!r} does not belong to the configured model")
     if wrong := [name for name in stored if stored[name] != wanted[name]]:
         raise ValueError(
             f"{model.folder}: tensor {wrong[0]!r} has shape {list(stored[wrong[0]])}, the configuration says"

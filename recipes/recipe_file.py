@@ -199,7 +199,7 @@ def _command_line(arguments: list[str]) -> tuple[Path | None, dict[str, Any]]:
     while words:
         word = words.pop(0)
         if not word.startswith("--") or len(word) == 2:
-            raise ValueError(f"{word!r}: is no option; settings are given as --field value")
+            raise ValueError(f"{word!r}: is not an option; settings are given as --field value")
         name, equals, value = word[2:].partition("=")
         values = [value] if equals else []
         while not equals and words and not words[0].startswith("--"):
@@ -230,7 +230,7 @@ def find_recipe(name: str) -> Path:
         if path.is_file():
             return path
     known = ", ".join(packaged_recipes())
-    raise FileNotFoundError(f"config={str(name)!r}: is no file and no recipe of the package ({known})")
+    raise FileNotFoundError(f"config={str(name)!r}: is neither a file nor a recipe of the package ({known})")
 
 
 def packaged_recipes() -> list[str]:
@@ -255,9 +255,9 @@ def _place(flat: dict[str, Any], name: Any, value: Any, hints: dict[str, Any], c
     if first not in hints and first in config_fields:
         first, rest = "model_config", [first, *rest]
     if first not in hints:
-        raise ValueError(f"{name}={shown(value)}: is no field{_closest(first, [*hints, *config_fields])}")
+        raise ValueError(f"{name}={shown(value)}: is not a field{_closest(first, [*hints, *config_fields])}")
     if rest and not _is_mapping(hints[first]):
-        raise ValueError(f"{name}={shown(value)}: {first} is no mapping")
+        raise ValueError(f"{name}={shown(value)}: {first} is not a mapping")
     if rest or _is_mapping(hints[first]):
         value = _parsed(value)
     for key in reversed(rest):
@@ -265,7 +265,7 @@ def _place(flat: dict[str, Any], name: Any, value: Any, hints: dict[str, Any], c
     for field in value if first == "model_config" and isinstance(value, dict) else ():
         if field not in config_fields:
             raise ValueError(
-                f"model_config.{field}={shown(value[field])}: is no field{_closest(field, config_fields)}"
+                f"model_config.{field}={shown(value[field])}: is not a field{_closest(field, config_fields)}"
             )
     flat[first] = _merged(flat.get(first), value)
     return _entries(first, value)

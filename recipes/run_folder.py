@@ -77,11 +77,11 @@ def _settings(output: Path) -> dict[str, Any]:
     try:
         settings = parse_yaml((output / RESOLVED).read_text(encoding="utf-8"))
         reason = None if isinstance(settings, dict) else "holds no mapping of fields"
-    except ValueError as error:  # also for bytes that are no text
+    except ValueError as error:  # also for bytes that are not text
         reason = str(error)
     if reason is not None:
         raise ValueError(
-            f"output_dir={str(output)!r}: its {RESOLVED} {reason}, so nobody knows whose folder it is; choose another"
+            f"output_dir={str(output)!r}: its {RESOLVED} {reason}, so its owner is unknown; choose another"
         )
     return settings
 

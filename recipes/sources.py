@@ -77,7 +77,7 @@ class Columns:
         The document of a table's row.
 
         Raises:
-            ValueError: a missing column, a value of the wrong type, or one that is no Unicode text.
+            ValueError: a missing column, a value of the wrong type, or one that is not Unicode text.
         """
         document = self._document(place, row)
         try:
@@ -85,7 +85,7 @@ class Columns:
         except UnicodeEncodeError as error:
             names = ", ".join(map(repr, self.names))
             raise ValueError(
-                f"{place}: column {names} holds half of a surrogate pair, {error.object[error.start]!a}, which is no"
+                f"{place}: column {names} holds half of a surrogate pair, {error.object[error.start]!a}, which is not"
                 " text; leave it out"
             ) from error
         return document
@@ -276,7 +276,7 @@ def open_source(
     path = Path(name).expanduser()
     declared = name != STANDARD_LIBRARY and path.is_dir() and declares_a_dataset(path)
     if config is not None and (name == STANDARD_LIBRARY or path.exists()) and not declared:
-        raise ValueError(f"dataset_config={config!r}: {name} is no dataset with configurations")
+        raise ValueError(f"dataset_config={config!r}: {name} is not a dataset with configurations")
     if name == STANDARD_LIBRARY:
         if split != "train":
             raise ValueError(

@@ -255,7 +255,7 @@ def scheduled(run: RunArguments, seed: int) -> list:
     if run.mag_schedule:
         if unknown := [x for x in run.mag_schedule if x not in signature(LiZACallback).parameters]:
             raise ValueError(
-                f"mag_schedule.{unknown[0]}={run.mag_schedule[unknown[0]]!r}: is no field of LiZACallback"
+                f"mag_schedule.{unknown[0]}={run.mag_schedule[unknown[0]]!r}: is not a field of LiZACallback"
             )
         try:
             callbacks.append(LiZACallback(**run.mag_schedule))

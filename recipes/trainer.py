@@ -56,8 +56,8 @@ class RecipeTrainer(ResumableTrainer):
         plots: whether to draw loss.png and gates.png at the end.
 
     Raises:
-        ValueError: `memory_logging_steps` is no number >= 0, `label_smoothing_factor` is set, `metric_for_best_model`
-            is not the loss, or the optimizer or the schedule of the learning rates cannot be made.
+        ValueError: `memory_logging_steps` is not a number >= 0, `label_smoothing_factor` is set,
+            `metric_for_best_model` is not the loss, or the optimizer or the learning rate schedule cannot be made.
     """
 
     loss_is_scaled_for_ga = True  # by `num_items_in_batch`
@@ -94,7 +94,7 @@ class RecipeTrainer(ResumableTrainer):
                 args.n_gpu,
             )
             args._n_gpu = 1  # or Trainer would copy the model to all GPUs in every step (DataParallel)
-        args.logging_nan_inf_filter = False  # it would hide a loss that is no number
+        args.logging_nan_inf_filter = False  # it would hide a loss that is not a number
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = False  # a search in every step for what is not there
         on_termination, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # or Trainer would, in its way
@@ -251,7 +251,7 @@ class RecipeTrainer(ResumableTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _clip_grad_norm(self, model):
-        self._stop_if_not_finite()  # first: clipping by a norm that is no number spoils every gradient
+        self._stop_if_not_finite()  # first: clipping by a norm that is not a number spoils every gradient
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model, grad_norm=None):

@@ -101,8 +101,8 @@ def _require(train: Dataset, rows_per_step: int | None, data: DataArguments, fac
     if not len(train):
         why = HELD_OUT_WHOLE if data.eval_share else ""
         raise ValueError(
-            f"dataset_name={data.dataset_name!r}: has no row, documents dropped: {facts['documents_dropped'] or 0};"
-            f" a row is sequence_length={data.sequence_length} tokens of what eval_share={data.eval_share} leaves{why}"
+            f"dataset_name={data.dataset_name!r}: has no row of sequence_length={data.sequence_length} tokens (with"
+            f" eval_share={data.eval_share}; documents dropped: {facts['documents_dropped'] or 0}){why}"
         )
     if rows_per_step is not None and len(train) < rows_per_step:
         raise ValueError(

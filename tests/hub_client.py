@@ -136,7 +136,7 @@ def pull(results_file: str, site_packages: str, *hidden: str):
     from_folder = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     for name, tensor in model.state_dict().items():
         assert tensor.equal(from_folder.state_dict()[name]), name
-    model.save_pretrained("half", variant="fp16")  # a name that is no `TNTConfig.variant`
+    model.save_pretrained("half", variant="fp16")  # a name that is not a `TNTConfig.variant`
     again = AutoModelForCausalLM.from_pretrained("half", variant="fp16", trust_remote_code=True)
     assert all(p.equal(q) for p, q in zip(again.parameters(), model.parameters()))
 

@@ -62,7 +62,7 @@ class Memory:
     def find(self, address: np.ndarray, width: int) -> tuple[Region, np.ndarray]:
         """The region that holds all of the addresses, and the offsets into it."""
         if (address % np.uint64(width)).any():
-            raise Fault(f"{self.name}: {width} bytes at an address that is no multiple of {width}")
+            raise Fault(f"{self.name}: {width} bytes at an address that is not a multiple of {width}")
         low, high = int(address.min()), int(address.max()) + width
         for region in self.regions:
             if region.base <= low and high <= region.base + len(region.data):

@@ -129,14 +129,14 @@ def test_further_modules_are_saved_beside_the_memory():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 8}, "rank=8: is no field of LoraConfig"),
+        ({"rank": 8}, "rank=8: is not a field of LoraConfig"),
         ({"r": 0}, "r=0: must be"),
         ({"lora_dropout": 1.0}, "lora_dropout=1.0: must be"),
         ({"lora_dropout": "0.1"}, "lora_dropout='0.1': must be"),
         ({"lora_alpha": -1}, "lora_alpha=-1: must be"),
         ({"lora_alpha": float("inf")}, "lora_alpha=inf: must be"),
         ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head': must be a list"),
-        ({"tnt_injection": {}}, "tnt_injection={}: is no field"),
+        ({"tnt_injection": {}}, "tnt_injection={}: is not a field"),
     ],
 )
 def test_bad_overrides(change, message):
@@ -513,7 +513,7 @@ def test_one_call_makes_memory_and_lora(source):
         ({"operator_mode": "delta_rule"}, None, "is operator here"),
         (None, None, "config: must be a LiZAConfig.*NoneType"),
         ({"operator": "delta"}, None, "LiZAConfig.operator='delta'"),
-        (OPEN_LIZA, {"ranks": 3}, "ranks=3: is no field"),
+        (OPEN_LIZA, {"ranks": 3}, "ranks=3: is not a field"),
         (OPEN_LIZA, 8, "lora=int: must be a dict"),
         (OPEN_LIZA, {"target_modules": ["nothing"]}, "target_modules=.'nothing'.: match no module of Llama"),
         (OPEN_LIZA, {"trainable_token_indices": {"nothing": [0]}}, "Target modules .'nothing'. not found"),  # by peft

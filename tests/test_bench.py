@@ -258,7 +258,7 @@ def test_help_comes_at_once_and_without_torch(arguments):
         (["train", "--dtype", "float8"], "dtype='float8'"),
         (["decode", "--shape", "huge"], "shape='huge'"),
         (["liza", "--tptt", "nowhere"], "tptt='nowhere': holds no tptt"),
-        (["memory", "--ttt-lm", "nowhere"], "ttt_lm='nowhere': is no file"),
+        (["memory", "--ttt-lm", "nowhere"], "ttt_lm='nowhere': is not a file"),
         (["memory", "--titans", "nowhere"], "titans='nowhere': holds no titans_pytorch"),
         (["conversion"], "folder=None: shape 8b needs room"),
         (["conversion", "--stages", "move"], "stages='move': must be one of cp, copy, link, cast"),
@@ -293,5 +293,5 @@ def test_a_damaged_result_is_named_and_stays(text, tmp_path, capsys):
     assert main(["bench", "plot", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
     assert bench("liza", tmp_path) == 2
-    assert f"{path} is no result of a suite; replace it with --overwrite: " in capsys.readouterr().err
+    assert f"{path} is not a result of a suite; replace it with --overwrite: " in capsys.readouterr().err
     assert path.read_text() == text

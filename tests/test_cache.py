@@ -1,19 +1,13 @@
-"""TNTCache: constant size, correct batch operations, sessions on disk, a change of chunk sizes in mid-conversation."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""TNTCache: constant size, correct batch operations, a change of chunk sizes in mid-conversation."""
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tiny import MODES, left_padded, tiny_config, tiny_model, tokens
 from tiny_hosts import OPEN_TNT, tiny_host
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from tnt_hf import TNTCache, memory_state_bytes
 from tnt_hf.cache_name_tnt import CACHE_NAME
-from tnt_hf.cache_tnt import FINGERPRINT
 from tnt_hf.conversion import inject
 from tnt_hf.costs_tnt import key_value_bytes, memory_state_shapes
 from tnt_hf.state_tnt import StateLayout
@@ -181,7 +175,7 @@ CACHES = {
 @pytest.mark.parametrize("pads, sample", [(0, False), (3, True)], ids=["greedy", "padded prompt, sampling"])
 @modes
 def test_a_batch_goes_on_whose_rows_ended_one_by_one(changes, pads, sample):
-    """`generate` feeds padding to rows that have ended, which is no part of their conversation."""
+    """`generate` feeds padding to rows that have ended, which is not part of their conversation."""
     goes_on_after_rows_ended(tiny_model(**changes), CACHES["ours"], pads, sample)
 
 
@@ -315,167 +309,6 @@ def test_a_cache_that_is_not_to_be_used_is_refused_by_generate():
         assert cache.get_seq_length() == 0
         model.generate(ids, past_key_values=cache, max_new_tokens=2)
         assert cache.get_seq_length() == 7
-
-
-# ------------------------------------------------------------------------------------------------------------ sessions
-
-
-@modes
-def test_session_round_trip(changes, tmp_path):
-    model, rest = tiny_model(**changes), tokens(2, 9, seed=2)
-    ids, mask = left_padded([tokens(21), tokens(10)])
-    cache = filled(model, ids, attention_mask=mask)
-    cache.save(tmp_path / "session.safetensors")
-    again = TNTCache.load(tmp_path / "session.safetensors", model.config)
-    assert again.nbytes() == cache.nbytes() and again.get_seq_length() == 21
-    mask = torch.cat([mask, mask.new_ones(2, 9)], 1)
-    with torch.no_grad():
-        a, b = (model(rest, attention_mask=mask, past_key_values=past).logits for past in (cache, again))
-    assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("stored, goes_on", [(torch.float32, torch.bfloat16), (torch.float32, torch.float64)])
-@modes
-def test_a_session_goes_on_in_the_models_precision(changes, stored, goes_on, tmp_path):
-    model, ids, rest = tiny_model(stored, **changes), tokens(2, 9), tokens(2, 7, seed=2)
-    filled(model, ids).save(tmp_path / "session.safetensors")
-    model = model.to(goes_on)
-    cache = TNTCache.load(tmp_path / "session.safetensors", model.config)
-    found = go_on(model, cache, rest)
-    assert found.dtype == goes_on and not cache.unplaced
-    native = filled(model, ids)
-    expected = go_on(model, native, rest)
-    kinds = [{name: x.dtype for name, x in c._tensors().items()} for c in (cache, native)]
-    assert kinds[0] == kinds[1]
-    error = (found - expected).float().norm() / expected.float().norm()
-    assert error < (0.1 if goes_on == torch.bfloat16 else 1e-3)  # what the stored half was rounded to, in a few layers
-
-
-def test_a_session_follows_its_model_to_a_device():
-    cache = filled(tiny_model(), tokens(2, 9))
-    cache.unplaced = {0, 1}
-    cache.place(1, torch.empty(2, 1, 32, device="meta", dtype=torch.float64))
-    devices = {name: x.device.type for name, x in cache._tensors().items()}
-    assert {devices[name] for name in devices if name.startswith("layers.1.")} == {"meta"}
-    assert {devices[name] for name in devices if name.startswith("layers.0.")} == {"cpu"} and cache.unplaced == {0}
-
-
-def test_a_session_remembers_that_it_holds_padding(tmp_path):
-    model = tiny_model()
-    ids, mask = left_padded([tokens(21), tokens(10)])
-    filled(model, ids, attention_mask=mask).save(tmp_path / "session.safetensors")
-    cache = TNTCache.load(tmp_path / "session.safetensors", model.config)
-    with pytest.raises(ValueError, match=f"some of the 21 tokens in {CACHE_NAME} are padding"):
-        model(tokens(2, 1), past_key_values=cache)
-
-
-RESUME = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-from tnt_hf import TNTCache
-folder = sys.argv[1]
-model = AutoModelForCausalLM.from_pretrained(folder).eval()
-cache = TNTCache.load(folder + "/session.safetensors", model.config)
-ids = torch.load(folder + "/ids.pt")
-torch.save(model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False), folder + "/out.pt")
-"""
-
-
-def test_session_resumes_in_another_process(tmp_path):
-    model, cache = tiny_model(torch.float32), TNTCache(tiny_config())
-    turn = model.generate(tokens(1, 13), past_key_values=cache, max_new_tokens=9, do_sample=False)
-    ids = torch.cat([turn, tokens(1, 4, seed=3)], 1)
-    model.save_pretrained(tmp_path)
-    torch.save(ids, tmp_path / "ids.pt")
-    cache.save(tmp_path / "session.safetensors")
-    expected = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
-    root = Path(__file__).parents[1]
-    subprocess.run([sys.executable, "-c", RESUME, str(tmp_path)], check=True, cwd=root, capture_output=True)
-    assert torch.equal(torch.load(tmp_path / "out.pt"), expected)
-
-
-# Of every field that says what a stored state means, another value.
-OTHERWISE = {
-    "variant": "mal",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "layer_types": ["hybrid_sliding", "hybrid"],
-    "sliding_window": 8,
-    "num_persistent_tokens": 1,
-    "global_chunk_size": 4,
-    "local_reset_interval": 8,
-    "global_read": "current",
-    "qk_projection": "none",
-    "qk_projection_norm": False,
-    "memory_num_heads": 1,
-    "memory_head_dim": 16,
-    "memory_projections": "shared",
-    "memory_conv_kernel": 2,
-    "memory_value_norm": False,
-    "memory_feature_map": "identity",
-    "memory_depth": 1,
-    "memory_expansion": 2,
-    "memory_activation": "gelu",
-    "memory_residual": True,
-    "memory_layernorm": True,
-    "memory_momentum": True,
-    "memory_decay": True,
-    "memory_decay_target": "zero",
-    "qk_norm": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
-}
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_session_of_another_architecture_is_refused_by_the_field(tmp_path):
-    path, model = tmp_path / "session.safetensors", tiny_model()
-    filled(model, tokens(2, 21)).save(path)
-    assert OTHERWISE.keys() == {*FINGERPRINT} - {"local_chunk_sizes"}
-    for field, value in OTHERWISE.items():
-        with pytest.raises(ValueError, match=f"{field}: the cache was filled with"):
-            TNTCache.load(path, tiny_config(**{field: value}))
-
-
-def test_sessions_that_do_not_fit(tmp_path):
-    path, model = tmp_path / "session.safetensors", tiny_model()
-    filled(model, tokens(2, 21)).save(path)
-    with pytest.raises(FileNotFoundError):
-        TNTCache.load(tmp_path / "nothing", model.config)
-    tensors = load_file(path)
-    save_file(tensors, tmp_path / "plain.safetensors")
-    with pytest.raises(ValueError, match="no TNT session"):
-        TNTCache.load(tmp_path / "plain.safetensors", model.config)
-    (tmp_path / "text").write_text("text")
-    with pytest.raises(ValueError, match="not a safetensors file"):
-        TNTCache.load(tmp_path / "text", model.config)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda x: x.pop("layers.0.state.3"),
-        lambda x: x.pop("layers.1.conv.0"),
-        lambda x: x.pop("layers.1.values"),
-        lambda x: x.update({"layers.7.keys": torch.zeros(1)}),
-        lambda x: x.update({"layers.0.state.0": torch.zeros(2, 3)}),
-        lambda x: x.update({"layers.0.state.2": x["layers.0.state.2"][:1]}),
-    ],
-)
-def test_damaged_sessions_are_refused(damage, tmp_path):
-    from safetensors import safe_open
-
-    path, model = tmp_path / "session.safetensors", tiny_model()
-    filled(model, tokens(2, 21)).save(path)
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
-    damage(tensors)
-    save_file(tensors, path, metadata=metadata)
-    with pytest.raises(ValueError, match="session: "):
-        TNTCache.load(path, model.config)
 
 
 # --------------------------------------------------------------------------------------------- a change of chunk sizes

@@ -67,7 +67,9 @@ def test_a_session_whose_layers_have_read_different_tokens_is_damaged(tmp_path):
     cache.save(tmp_path / "session")
     with pytest.raises(ValueError, match="session: layer 1 has read other tokens than those before it"):
         TNTCache.load(tmp_path / "session", model.config)
-    kept = {name: x for name, x in load_file(tmp_path / "session").items() if not name.startswith("layers.1.")}
+    kept = {
+        name: x for name, x in load_file(tmp_path / "session").items() if name[:10] not in ("layers.1.s", "layers.1.c")
+    }
     with safe_open(tmp_path / "session", "pt") as file:
         save_file(kept, tmp_path / "half", metadata=file.metadata())
     with pytest.raises(ValueError, match="session: layer 1 has read other tokens than those before it"):

@@ -147,7 +147,7 @@ def test_info_reads_recipes_of_new_models(tmp_path, capsys):
     found = load_config(str(flat), [])
     assert (found.hidden_size, found.num_hidden_layers) == (32, 3), "as `tnt train` reads it"
     assert main(["info", "tnt_debug/stage2"]) == 2
-    assert "makes no TNT model anew (mode='stage2', model='runs/tnt_debug/stage1')" in capsys.readouterr().err
+    assert "does not create a new TNT model (mode='stage2', model='runs/tnt_debug/stage1')" in capsys.readouterr().err
 
 
 def test_info_prints_one_row_per_layer(config_file, capsys):
@@ -182,9 +182,9 @@ def test_presets_are_the_documented_baselines():
         (["tnt", "sliding_window=0"], "sliding_window"),
         (["tnt", "hidden_size"], "FIELD=VALUE"),
         (["tnt", "--context", "0"], "--context 0"),
-        (["nowhere.yaml"], "'nowhere.yaml' is no file, folder, recipe, Hub id or preset"),
+        (["nowhere.yaml"], "'nowhere.yaml' is not a file, folder, recipe, Hub id or preset"),
         (["{folder}"], "is a folder without config.json"),
-        (["tnt_debug/stage3"], "'tnt_debug/stage3' is no recipe; there are tnt_debug/align, "),
+        (["tnt_debug/stage3"], "'tnt_debug/stage3' is not a recipe; there are tnt_debug/align, "),
         (["{folder}/list.yaml"], "must hold a mapping"),
         (["{folder}/llama.json"], "model_type='llama'"),
         (["tnt", "model_type=llama"], "model_type='llama'"),
@@ -192,11 +192,11 @@ def test_presets_are_the_documented_baselines():
         (["tnt", "dtype=float17"], "no attribute 'float17'"),
         (["tnt", "id2label=5"], "'tnt': 'int' object"),
         (["{folder}/bytes.yaml"], "bytes.yaml': 'utf-8' codec"),
-        (["{folder}/date.yaml"], "date.yaml': 'a: 2024-13-45' is no YAML (month"),
-        (["{folder}/number.yaml"], "None is no name of a field"),
+        (["{folder}/date.yaml"], "date.yaml': 'a: 2024-13-45' is not valid YAML (month"),
+        (["{folder}/number.yaml"], "None is not the name of a field"),
         (["{folder}/recipe.yaml"], "model_config=5 must be a mapping"),
-        (["{folder}/recipe2.yaml"], "makes no TNT model anew (mode='pretrain', model=['tnt'])"),
-        (["{folder}/recipe3.yaml"], "hidden_sise=3: is no field; did you mean 'hidden_size'?"),
+        (["{folder}/recipe2.yaml"], "does not create a new TNT model (mode='pretrain', model=['tnt'])"),
+        (["{folder}/recipe3.yaml"], "hidden_sise=3: is not a field; did you mean 'hidden_size'?"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -434,7 +434,7 @@ def test_what_looks_like_a_path_is_not_asked_of_the_hub(name, capsys):
         assert main(command.split()) == 2
         error = capsys.readouterr().err
         assert name in error and "the Hub at" not in error and error.count("\n") == 1
-        assert re.search("no such folder|neither a folder nor|no file, folder", error)
+        assert re.search("no such folder|neither a folder nor|not a file, folder", error)
 
 
 def test_version(capsys):
@@ -465,4 +465,4 @@ def test_a_mistake_about_a_file_names_it_and_no_number(tmp_path, capsys):
     (tmp_path / "source").mkdir()
     (tmp_path / "result").write_text("mine")
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "result")]) == 2
-    assert capsys.readouterr().err == f"tnt convert: {tmp_path / 'result'}: exists and is no folder\n"
+    assert capsys.readouterr().err == f"tnt convert: {tmp_path / 'result'}: exists and is not a folder\n"

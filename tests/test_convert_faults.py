@@ -1,6 +1,7 @@
 """A conversion that cannot be right fails with one clear line, before it writes anything, and loses nothing."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from tnt_hf.conversion.files import ROOM
 from tnt_hf.conversion.manifest import MANIFEST, check_manifest
 from tnt_hf.conversion.shards import TORCH, is_finite
 from tnt_hf.conversion.source import INDEX, read_header
-from tnt_hf.conversion.staging import LOCK, Staging
+from tnt_hf.conversion.staging import LOCK, Staging, clean_up
 
 
 SHARD = "model-00001-of-00003.safetensors"
@@ -148,13 +149,14 @@ def test_a_damaged_config(tmp_path, source, text):
         ({"memory_gate": "nothing"}, "memory_gate"),
         ({"local_chunk_sizes": [0]}, "local_chunk_sizes"),
         ({"link": "symlink"}, "link='symlink'"),
-        ({"full_attention_layers": [1]}, "full_attention_layers=[1]: is no field"),
-        ({"source_config": 1}, "source_config=1: is no field"),
+        ({"full_attention_layers": [1]}, "full_attention_layers=[1]: is not a field"),
+        ({"source_config": 1}, "source_config=1: is not a field"),
         ({"link": "link", "dtype": "bfloat16"}, "needs shards of its own"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": True}, "seed=True"),
         ({"max_shard_size": "0"}, "max_shard_size='0'"),
+        ({"max_shard_size": "1iB"}, "max_shard_size='1iB'"),
         ({"revision": "main"}, "revision='main'"),
     ],
 )
@@ -238,7 +240,7 @@ SOURCES = {
     swapped_in_the_index: "lm_head.weight",
     leads_outside: "outside the checkpoint's folder",
     leads_to_itself: "tokenizer.json: missing",
-    a_folder: "no regular file",
+    a_folder: "not a regular file",
     in_two_shards: "model.norm.weight",
     quantized: "has dtype I8",
     a_wrong_shape: "has shape [31]",
@@ -251,11 +253,11 @@ SOURCES = {
     lambda source: (source / INDEX).write_text("{}"): "has no weight_map",
     lambda source: edit_index(source, **{"model.norm.weight": None}): "is not in model.safetensors.index.json",
     lambda source: edit_index(source, **{"model.more.weight": SHARD}): "'model.more.weight'",
-    lambda source: edit_index(source, **{"model.norm.weight": 3}): "is no file name",
-    lambda source: edit_index(source, **{"model.norm.weight": "../x"}): "'../x' is no plain file name",
-    lambda source: edit_index(source, **{"model.norm.weight": str(source / SHARD)}): "is no plain file name",
-    lambda source: edit_index(source, **{"model.norm.weight": "sub/x"}): "is no plain file name",
-    lambda source: edit_index(source, **{"model.norm.weight": ".."}): "is no plain file name",
+    lambda source: edit_index(source, **{"model.norm.weight": 3}): "is not a file name",
+    lambda source: edit_index(source, **{"model.norm.weight": "../x"}): "'../x' is not a plain file name",
+    lambda source: edit_index(source, **{"model.norm.weight": str(source / SHARD)}): "is not a plain file name",
+    lambda source: edit_index(source, **{"model.norm.weight": "sub/x"}): "is not a plain file name",
+    lambda source: edit_index(source, **{"model.norm.weight": ".."}): "is not a plain file name",
 }
 
 
@@ -373,7 +375,7 @@ def test_the_output_must_be_another_folder(tmp_path, source):
             refused(tmp_path, "source", output=output, overwrite=overwrite)
 
 
-@pytest.mark.parametrize("name, message", [("loop", "leads nowhere"), ("caf\udce9", "is no text in UTF-8")])
+@pytest.mark.parametrize("name, message", [("loop", "leads nowhere"), ("caf\udce9", "is not UTF-8 text")])
 def test_paths_that_nothing_can_be_written_to_or_about(tmp_path, source, name, message):
     (tmp_path / "loop").symlink_to("loop")
     assert "output='" in refused(tmp_path, message, output=tmp_path / name)
@@ -401,7 +403,7 @@ def test_existing_folders_are_only_replaced_when_asked_and_only_conversions(tmp_
     (mine / "thesis.txt").write_text("years of work")
     for overwrite in (False, True):
         refused(tmp_path, "never overwritten", output=mine, overwrite=overwrite)
-    refused(tmp_path, "is no folder", output=mine / "thesis.txt", overwrite=True)
+    refused(tmp_path, "is not a folder", output=mine / "thesis.txt", overwrite=True)
     (mine / "thesis.txt").unlink()
     convert_checkpoint(source, mine, progress=False)  # an empty folder has nothing to lose
     refused(tmp_path, "--overwrite", output=mine)
@@ -564,6 +566,16 @@ def test_leftovers_are_removed_only_if_they_are_ours(tmp_path, source):
     assert left == {"source", "result", ".result.tnt-partial-foreign", ".results"} and any(
         (tmp_path / ".results").iterdir()
     )
+
+
+def test_leftovers_that_another_run_removes_first(tmp_path, monkeypatch):
+    dead = tmp_path / ".result.tnt-partial-dead"
+    dead.mkdir()
+    (dead / LOCK).touch()
+    lock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda *args: (shutil.rmtree(dead, ignore_errors=True), lock(*args)))
+    clean_up(tmp_path / "result", pytest.fail)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_replacement_cut_in_half_is_undone(tmp_path, source):

@@ -325,7 +325,7 @@ def test_how_much_was_probed_is_told_and_that_it_is_little(tmp_path, source, wor
     "case, options, message",
     [
         ("mistral, window", {"window": 5}, "window=5: costs no layer anything, every layer of the source sees 5"),
-        ("llama", {"window": 63}, "window=63: hides nothing that could be measured within max_position_embeddings=64"),
+        ("llama", {"window": 63}, "window=63: hides nothing within max_position_embeddings=64"),
         (
             "qwen2, tied, window in some layers",
             {"window": 5, "keep_full_attention": "auto:2"},
@@ -403,12 +403,12 @@ def test_the_command_line(tmp_path, source, monkeypatch, capsys):
         (["", "result"], "source='': must name a folder"),
         (["source", "result", "--window", "2147483648"], "must be an integer of 1 to 2147483647"),
         (["source", "result", "--config", "source/model.safetensors"], "--config='source/model.safetensors': 'utf-8'"),
-        (["source", "result", "memory_layers=[0"], "is no YAML"),
-        (["source", "result", "memory_layers=" + "[" * 5000], "is no YAML"),
+        (["source", "result", "memory_layers=[0"], "is not valid YAML"),
+        (["source", "result", "memory_layers=" + "[" * 5000], "is not valid YAML"),
         (["source", "result", "overwrite=maybe"], "overwrite='maybe'"),
         (["source", "result", "window=8", "probe=5"], "probe=5"),
-        (["source", "result", "--window", "8", "--probe", "text.txt"], "'text.txt' is no file"),
-        (["source", "result", "--window", "8", "--probe", "source/model.safetensors"], "is no text in UTF-8"),
+        (["source", "result", "--window", "8", "--probe", "text.txt"], "'text.txt' is not a file"),
+        (["source", "result", "--window", "8", "--probe", "source/model.safetensors"], "is not UTF-8 text"),
         (["source", "result", "--window", "0"], "window=0"),
         (["source", "result", "--keep-full-attention", "a,b"], "--keep-full-attention a,b"),
         (["source", "result", "--window", "16", "--keep-full-attention", "auto:1"], "needs a probe"),
@@ -422,7 +422,7 @@ def test_the_command_line(tmp_path, source, monkeypatch, capsys):
         (["source", "result", "say=1"], "cannot be set"),
         (["source", "result", "--dtype", "int8"], "int8"),
         (["source", "result", "--max-shard-size", "big"], "max_shard_size='big'"),
-        (["source", "result", "--config", "nowhere.yaml"], "--config nowhere.yaml: is no file"),
+        (["source", "result", "--config", "nowhere.yaml"], "--config nowhere.yaml: is not a file"),
     ],
 )
 def test_a_mistake_is_one_line_and_makes_nothing(tmp_path, source, monkeypatch, arguments, message):

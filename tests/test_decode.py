@@ -37,7 +37,7 @@ OPTIONS = {
     "projection since the chunk": {"query_projection": "chunk"},
     "forgetting to zero": {"decay_target": "zero"},
     "bounded": {"grad_bound": 0.3},
-    "sizes that are no powers of 2": {"chunk_size": 3, "reset_interval": 6},
+    "sizes that are not powers of 2": {"chunk_size": 3, "reset_interval": 6},
 }
 
 
@@ -258,7 +258,7 @@ def test_one_token_after_a_compiled_padded_prompt():
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
 def test_generate_with_a_compiled_forward():
-    """`model.forward = torch.compile(model.forward)`: its positions count on, which is no packed document."""
+    """`model.forward = torch.compile(model.forward)`: its positions count on, which is not a packed document."""
     torch.compiler.reset()
     model, ids = tiny_model(num_hidden_layers=1, local_chunk_sizes=[]), tokens(2, 9)
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
@@ -396,7 +396,7 @@ def test_what_is_no_list_of_layers_or_chunk_sizes_is_named():
         ):
             model.set_local_chunk_sizes(sizes)
     for layers in ("a", 9, [0, "b"], [[0]]):
-        with pytest.raises(ValueError, match="are none of the layers .* that attend"):
+        with pytest.raises(ValueError, match="are not among the layers .* that attend"):
             model.set_sliding_window(8, layers=layers)
     assert model.config.to_dict() == before
     for config in (None, 3, LlamaConfig()):

@@ -283,8 +283,8 @@ def test_a_damaged_folder_is_refused(folder, tmp_path, file, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tasks": "perplexity,speed"}, "tasks: 'speed' is none of perplexity"),
-        ({"tasks": ""}, "tasks: '' is none of"),
+        ({"tasks": "perplexity,speed"}, "tasks: 'speed' must be among perplexity"),
+        ({"tasks": ""}, "tasks: '' must be among"),
         ({"tokens": 0}, "tokens=0"),
         ({"tokens": True}, "tokens=True"),
         ({"samples": 1.5}, "samples=1.5"),
@@ -346,6 +346,8 @@ def test_a_document_of_few_long_tokens_counts_as_cut_where_its_end_is_not_read()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     documents, facts = documents_of([f"{'w' * 100} " * 9, "end"], tokenizer, 6, 5, 2)
     assert list(map(len, documents)) == [2, 1] and facts == {"documents": 2, "documents_cut": 1}
+    documents, facts = documents_of(["end", " " * 1000 + "end"], tokenizer, 6, 5, 2)
+    assert list(map(len, documents)) == [1] and facts == {"documents": 1, "documents_cut": 0}, "no token was read"
 
 
 def test_the_standard_library_is_read_where_no_training_with_that_eval_share_does(tokenizer):

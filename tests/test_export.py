@@ -198,7 +198,7 @@ def with_another_layer():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (with_another_layer, "layer 1: its memory is configured otherwise than that of layer 0"),
+        (with_another_layer, "layer 1: its memory is configured differently from that of layer 0"),
         (lambda: tiny_host("llama"), "LlamaForCausalLM: has no injected memory"),
         (lambda: injected(config=OPEN_LIZA), "operator='delta_rule': a TNT model has TNT's memory only"),
         (lambda: injected(config=TNTInjectionConfig(memory_projections="shared")), "after RoPE"),

@@ -268,7 +268,7 @@ def offloading(model):
 
 
 BAD_CACHES = {
-    "no Cache": (lambda model: [(torch.zeros(1), torch.zeros(1))], "list is no Cache"),
+    "no Cache": (lambda model: [(torch.zeros(1), torch.zeros(1))], "list is not a transformers Cache"),
     "static": (lambda model: StaticCache(model.config, max_cache_len=16), "StaticCache keeps no memory state"),
     "two": (lambda model: EncoderDecoderCache(DynamicCache(), DynamicCache()), "EncoderDecoderCache keeps no"),
     "offloaded": (offloading, "offloading=True"),

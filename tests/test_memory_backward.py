@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_memory import assert_same, leaves, make_inputs, probe, run
+from tiny import tiny_model, tokens
 
 from tnt_hf import plan_tnt, projection_tnt, reverse_tnt
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
+from tnt_hf.network_tnt import smooth_unit_vectors
 from tnt_hf.projection_tnt import project_queries, unit_vectors
 
 
@@ -123,7 +125,7 @@ def test_a_gradient_bound_of_gradients_beyond_a_floats_square(implementation, ch
 
 @pytest.mark.parametrize("size", [1e-15, 1e15])
 def test_gradients_through_a_gradient_bound_of_any_size(size):
-    """A linear memory with its values, weights and bound times `size`, whose cube is no float32."""
+    """A linear memory with its values, weights and bound times `size`, whose cube overflows float32."""
     (q, k, v, lr), (weight,), _ = make_inputs(T=8, depth=1, dtype=torch.float32)
     inputs = [x.requires_grad_() for x in (q, k, v, lr, weight)]
 
@@ -174,17 +176,41 @@ def test_nothing_uninitialised_leaves_the_backward(monkeypatch, feature_map):
     assert all(x.isfinite().all() for x in found)
 
 
-def test_the_backward_of_unit_vectors_is_the_librarys():
-    """Also of a vector of zeros and of one that is shorter than what F.normalize divides by at least."""
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("unit", [unit_vectors, smooth_unit_vectors])
+def test_the_backward_of_unit_vectors_is_the_librarys(unit, again):
+    """But where there is nothing to turn, at 0 and up to what F.normalize divides by at least: its slope of 1e12, once
+    per layer, is more than float32 holds."""
     g = torch.Generator().manual_seed(0)
     x, d = (torch.randn(2, 5, 3, 4, generator=g, dtype=torch.float64) for _ in range(2))
     x[0, 0], x[0, 1] = 0, 1e-13 * x[0, 1]
     x.requires_grad_()
-    outputs = [unit_vectors(x), F.normalize(x, dim=-1)]
+    outputs = [unit(x), F.normalize(x, dim=-1)]
     assert_same(outputs[:1], outputs[1:], 1e-15)
-    assert_same([torch.autograd.grad(outputs[0], x, d)[0]], torch.autograd.grad(outputs[1], x, d), 1e-14)
+    [found], [wanted] = (torch.autograd.grad(y, x, d, create_graph=again) for y in outputs)
+    assert (found[0, :2] == 0).all()
+    assert_same([found[0, 2:], found[1]], [wanted[0, 2:], wanted[1]], 1e-14)
+    if again:
+        [found], [wanted] = (torch.autograd.grad(y.square().sum(), x) for y in (found, wanted))
+        assert (found[0, :2] == 0).all()
+        assert_same([found[0, 2:], found[1]], [wanted[0, 2:], wanted[1]], 1e-13)
     nothing = x[:, :0].detach().requires_grad_()
-    assert torch.autograd.grad(unit_vectors(nothing).sum(), nothing)[0].shape == nothing.shape
+    assert torch.autograd.grad(unit(nothing).sum(), nothing)[0].shape == nothing.shape
+
+
+@pytest.mark.parametrize("first", [1, 9])
+def test_a_padding_token_that_is_attended_to_has_a_gradient(first):
+    """The embedding of `pad_token_id` is 0 and stays it. Where that token also begins documents, q, k and v are 0 in
+    every layer."""
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        model = tiny_model(dtype, num_hidden_layers=6, layer_types=None, memory_layers=None).train()
+        ids = tokens(2, 30)
+        ids[:, :first] = model.config.pad_token_id
+        model(ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+        gradients.append([x.grad.double() for x in model.parameters()])
+    for x, y in zip(*gradients, strict=True):
+        assert (x - y).norm() <= 1e-4 * y.norm() + 1e-7  # 3e-6 was found; the loss is near 4
 
 
 def test_a_query_before_the_first_key_has_no_gradient():

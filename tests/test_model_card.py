@@ -405,9 +405,9 @@ def test_the_card_of_a_conversion_is_updated_together_with_its_digest(conversion
         (lambda f: shutil.rmtree(f), "no such folder"),
         (lambda f: (f / "config.json").unlink(), "neither config.json nor adapter_config.json"),
         (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "model_type='llama'"),
-        (lambda f: (f / "training.json").write_text("{"), "training.json: is no valid JSON"),
+        (lambda f: (f / "training.json").write_text("{"), "training.json: is not valid JSON"),
         (lambda f: (f / "model.safetensors").write_bytes(PICTURE), "model.safetensors: is truncated"),
-        (lambda f: (f / MANIFEST).write_text("{}"), "is no manifest"),
+        (lambda f: (f / MANIFEST).write_text("{}"), "is not a manifest"),
     ],
     ids=["no folder", "no config", "another model", "damaged results", "damaged weights", "damaged manifest"],
 )

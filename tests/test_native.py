@@ -242,12 +242,12 @@ def elsewhere(cache: Path, first: str = "", **environment) -> str:
 def test_without_a_compiler_it_is_torch_and_says_so_once(tmp_path, compiler):
     (tmp_path / "bin").mkdir()  # where no `cc` is either
     (tmp_path / "bin" / "false").symlink_to("/bin/false")
-    foreign = tmp_path / "bin" / "foreign"  # whose message is no UTF-8
+    foreign = tmp_path / "bin" / "foreign"  # whose message is not UTF-8
     foreign.write_text("#!/bin/sh\nprintf 'r\\351pertoire introuvable\\n' >&2; exit 1\n")
     foreign.chmod(0o755)
     told = elsewhere(tmp_path / "cache", CC=compiler, PATH=str(tmp_path / "bin"))
     assert told.count("implementation='auto' runs 'chunk' on the CPU: ") == 1 and "same True" in told
-    assert {"no-such-compiler": "CC names 'no-such-compiler', and there is none"}.get(
+    assert {"no-such-compiler": "CC names 'no-such-compiler', which was not found"}.get(
         compiler, "compiler failed"
     ) in told
     assert not list((tmp_path / "cache").rglob("*.so"))
@@ -277,7 +277,7 @@ def test_the_first_compiler_there_is(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "clang -pipe")
     assert native_build_tnt._compiler() == ["clang", "-pipe"]
     monkeypatch.setenv("CC", "clang 'x")
-    with pytest.raises(native_build_tnt.Unavailable, match="CC names .*, and there is none"):
+    with pytest.raises(native_build_tnt.Unavailable, match="CC names .*, which was not found"):
         native_build_tnt._compiler()
     monkeypatch.setenv("CC", installed("a compiler"))
     assert native_build_tnt._compiler() == [str(tmp_path / "a compiler")]

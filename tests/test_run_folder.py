@@ -98,7 +98,7 @@ def test_without_settings_it_is_somebody_elses(output):
 def test_settings_that_cannot_be_read_are_nobodys(output, text):
     (output / "recipe.yaml").write_text(text)
     write(output / "model.safetensors")
-    with pytest.raises(ValueError, match="its recipe.yaml .* nobody knows whose folder it is; choose another"):
+    with pytest.raises(ValueError, match="its recipe.yaml .* its owner is unknown; choose another"):
         check_output(output, NOW)
 
 

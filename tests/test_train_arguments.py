@@ -220,7 +220,7 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
     (tmp_path / "tnt_debug").mkdir()
     (tmp_path / "tnt_debug" / "stage1.yaml").write_text("mode: pretrain")
     assert find_recipe("tnt_debug/stage1") == Path("tnt_debug/stage1.yaml")  # a file of yours goes first
-    with pytest.raises(FileNotFoundError, match="is no file and no recipe of the package .*tnt_debug/stage1"):
+    with pytest.raises(FileNotFoundError, match="is neither a file nor a recipe of the package .*tnt_debug/stage1"):
         find_recipe("tnt_debug/stage9")
 
 
@@ -230,10 +230,10 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--learning_rat 3", "learning_rat='3': is no field; did you mean 'learning_rate'?"),
-        ("--hidden_sise 3", "hidden_sise='3': is no field; did you mean 'hidden_size'?"),
-        ("--model_config.hidden_sise 3", "model_config.hidden_sise=3: is no field; did you mean 'hidden_size'?"),
-        ("3", "'3': is no option"),
+        ("--learning_rat 3", "learning_rat='3': is not a field; did you mean 'learning_rate'?"),
+        ("--hidden_sise 3", "hidden_sise='3': is not a field; did you mean 'hidden_size'?"),
+        ("--model_config.hidden_sise 3", "model_config.hidden_sise=3: is not a field; did you mean 'hidden_size'?"),
+        ("3", "'3': is not an option"),
         ("--seed 1 --seed 2", "--seed 2: is given twice"),
         ("--output_dir", "output_dir: --output_dir needs a value"),
         ("--dataset_name --seed 1", "dataset_name: --dataset_name needs a value"),
@@ -269,7 +269,7 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
         ),
         (
             "--gradient_checkpointing --gradient_checkpointing_kwargs.reentrant true",
-            "gradient_checkpointing_kwargs={'reentrant': True}: 'reentrant' is none of use_reentrant, ",
+            "gradient_checkpointing_kwargs={'reentrant': True}: 'reentrant' must be among use_reentrant, ",
         ),
         ("--accelerator_config.split_batches true", "accelerator_config={'split_batches': True}: split_batches would"),
         ("--accelerator_config file.json", "accelerator_config='file.json': settings are written down with the run"),
@@ -289,17 +289,17 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
         ("--load_best_model_at_end", "load_best_model_at_end=True: needs evaluations; give eval_strategy"),
         ("--torch_compile_mode fast", "torch_compile_mode='fast': must be one of default, "),
         ("--max_steps 3 --num_train_epochs 2", "num_train_epochs=2: has no effect beside max_steps=3: give one of"),
-        ("--hub_token hf_secret", "hub_token: settings are written down with the run, so no secret; set HF_TOKEN"),
+        ("--hub_token hf_secret", "hub_token: settings are saved with the run, so a secret is refused; set HF_TOKEN"),
         ("--window_dropout_warmup_steps 5", "window_dropout_warmup_steps=5: has no effect without window_dropout"),
         ("--packing maybe", "packing='maybe': must be true or false"),
         ("--model_config 3", "model_config=3: must be a mapping"),
-        ("--learning_rate.x 3", "learning_rate.x='3': learning_rate is no mapping"),
+        ("--learning_rate.x 3", "learning_rate.x='3': learning_rate is not a mapping"),
         ("--lr_scheduler_type cosin", "lr_scheduler_type='cosin': must be one of 'linear', 'cosine'"),
         ("--mode pretraining", f"mode='pretraining': must be one of {', '.join(MODES)}"),
         ("--trainable head", "trainable='head': must be one of all, memory, local_memories, lora"),
         ("--window_dropout 1.5", "window_dropout=1.5: must be in [0, 1]"),
         ("--eval_share 1", "eval_share=1: must be in [0, 1)"),
-        ("--max_steps 3 --train_tokens 5", "train_tokens=5: says how long the run is, and so does max_steps=3"),
+        ("--max_steps 3 --train_tokens 5", "train_tokens=5: sets the length of the run, and so does max_steps=3"),
         ("--tokenizer_vocab_size 300", "tokenizer_vocab_size=300: trains a tokenizer, but tokenizer names one"),
         ("--mode stage2", "mode='stage2': goes on from a trained model; name its folder as model, not the preset"),
         ("--mode long --model titans", "mode='long': goes on from a trained model"),
@@ -321,7 +321,7 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
         ("--log_level foo", "log_level='foo': must be one of detail, debug, info, warning, error, critical, passive"),
         ("--ddp_backend foo", "ddp_backend='foo': must be one of nccl, gloo, "),
         ("--accelerator_config.foo 1", "TypeError: AcceleratorConfig.__init__() got an unexpected keyword argument"),
-        ("--config nowhere/x", "config='nowhere/x': is no file and no recipe of the package"),
+        ("--config nowhere/x", "config='nowhere/x': is neither a file nor a recipe of the package"),
     ],
     ids=lambda value: value if value.startswith("-") or value == "3" else "",
 )  # fmt: skip
@@ -335,7 +335,7 @@ def test_a_mistake_is_named_in_one_line(arguments, message, capsys):
 
 def test_what_is_no_checkpoint_is_named_before_the_run_has_a_folder(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    for name, why in (("nowhere", "there is no such folder"), ("empty", "is no complete checkpoint, has no ")):
+    for name, why in (("nowhere", "there is no such folder"), ("empty", "is not a complete checkpoint, has no ")):
         words = ["--resume_from_checkpoint", str(tmp_path / name), "--output_dir", str(tmp_path / "run")]
         assert main([*words, "--tokenizer", "somewhere", "--use_cpu"]) == 2
         assert f"resume_from_checkpoint='{tmp_path / name}': {why}" in capsys.readouterr().err
@@ -362,12 +362,12 @@ def test_a_new_model_needs_a_tokenizer():
     ("text", "message"),
     [
         ("- 1\n", "must hold a mapping of fields, not list"),
-        ("a: [\n", "is no YAML"),
+        ("a: [\n", "is not valid YAML"),
         ("learning_rate: fast\n", "learning_rate='fast': must be a number"),
         ("train_tokens: .inf\n", "train_tokens=inf: must be finite"),
         ("model: 3\n", "model=3: must be a string"),
         ("dataset_name: ' '\n", "dataset_name=' ': must name a file, a folder or a dataset"),
-        ("3: 4\n", "3=4: is no field"),
+        ("3: 4\n", "3=4: is not a field"),
         ("hidden_size: 8\nmodel_config: {hidden_size: 8}\n", "model_config.hidden_size: is given twice, once as mod"),
         ("local_chunk_sizes: [8]\nmodel_config: 8\n", "model_config=8: must be a mapping"),
     ],

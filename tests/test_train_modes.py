@@ -351,7 +351,7 @@ def test_an_adapter_is_a_teacher_with_its_memory(teacher):
     "arguments, message",
     [
         ("--inject.weight 0.9", "inject={'weight': 0.9}: 'speaker' has an injected memory already"),
-        ("--lora.r 32", "lora.r=32: the adapter has 8 and goes on as it is"),
+        ("--lora.r 32", "lora.r=32: the adapter has 8 and continues with it"),
         ("--mode distill", "teacher=None: must be given for 'speaker', an adapter"),
     ],
 )
@@ -401,7 +401,7 @@ def test_a_folder_of_something_else_is_left_alone(folder, capsys):
         ("--model nowhere/at-all", "nowhere/at-all"),
         (f"--model tnt {NEW} {MEMORY} --dataset_name none.txt", "none.txt"),
         ("--mode stage2 --model teacher", "mode='stage2' needs a TNT model"),
-        ("--model teacher --hidden_size 8", "model_config.hidden_size=8: 'teacher' is no TNT model"),
+        ("--model teacher --hidden_size 8", "model_config.hidden_size=8: 'teacher' is not a TNT model"),
         ("--model teacher --trainable memory", "trainable='memory'"),
         ("--model teacher --trainable lora", "inject"),
         ("--model teacher --inject.operater delta_rule", "operater"),

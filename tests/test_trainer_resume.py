@@ -227,7 +227,9 @@ def test_a_checkpoint_that_has_changed_is_not_gone_on_from(copy, name):
     assert fault(last) is None and fault(last, intact=True).startswith(f"{name} is not what was written: its SHA-256")
     assert latest_complete_checkpoint(copy, intact=True) == first
     state = {"digest": "abc", "shuffle": {"seed": 1}}
-    with pytest.raises(ValueError, match=f"checkpoint-4'?: is no complete checkpoint, {name} is not what was written"):
+    with pytest.raises(
+        ValueError, match=f"checkpoint-4'?: is not a complete checkpoint, {name} is not what was written"
+    ):
         trainer(copy, data_state=state, **SHORT).fit(resume=last)
     trainer(copy, data_state=state, **SHORT).fit()
     assert weights.read_bytes() == expected and fault(last, intact=True) is None
@@ -294,7 +296,7 @@ def test_a_checkpoint_can_be_named(copy, capsys):
     assert f"going on from {first}\n" in capsys.readouterr().out
     assert (last / "model.safetensors").read_bytes() == expected
     (last / "optimizer.pt").unlink()
-    with pytest.raises(ValueError, match="checkpoint-4'?: is no complete checkpoint, optimizer.pt is missing"):
+    with pytest.raises(ValueError, match="checkpoint-4'?: is not a complete checkpoint, optimizer.pt is missing"):
         trainer(copy, data_state=state, **SHORT).fit(resume=last)
 
 

@@ -176,15 +176,11 @@ class TNTCache(DynamicCache):
 
     def nbytes(self) -> int:
         """Bytes of all tensors held, keys and values included."""
-        return sum(x.numel() * x.element_size() for x in self._tensors().values())
+        return sum(x.nbytes for x in self._tensors().values())
 
     def state_bytes(self) -> int:
         """Bytes of the memory state alone: `memory_state_bytes(config)` times the batch size at any context length."""
-        return sum(
-            x.numel() * x.element_size()
-            for name, x in self._tensors().items()
-            if name.split(".")[2] in ("conv", "state")
-        )
+        return sum(x.nbytes for name, x in self._tensors().items() if name.split(".")[2] in ("conv", "state"))
 
     def crop(self, tokens_to_remove: int) -> None:
         """
@@ -280,7 +276,7 @@ class TNTCache(DynamicCache):
         try:
             device = torch.device(device)
         except (RuntimeError, TypeError):
-            raise ValueError(f"device={device!r}: is no device of torch.") from None
+            raise ValueError(f"device={device!r}: is not a torch device.") from None
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
@@ -289,30 +285,40 @@ class TNTCache(DynamicCache):
             raise ValueError(f"path={str(path)!r} is not a safetensors file: {error}") from error
         if metadata.get("format") != SESSION_FORMAT:
             raise ValueError(
-                f"path={str(path)!r} is no TNT session: its format is {metadata.get('format')!r}, not"
+                f"path={str(path)!r} is not a TNT session: its format is {metadata.get('format')!r}, not"
                 f" {SESSION_FORMAT!r}."
             )
-        stored = json.loads(metadata["config"])
+        stored = _said(metadata, "config", dict)
         _compare(stored, _fingerprint(config), ignore=("local_chunk_sizes",))
-        filled_with = _with_chunk_sizes(config, stored["local_chunk_sizes"])
+        filled_with = _with_chunk_sizes(config, _said(stored, "local_chunk_sizes", list))
         cache = cls(filled_with)
-        cache._fill(tensors, json.loads(metadata["cumulative_lengths"]), filled_with)
+        cache._fill(tensors, _said(metadata, "cumulative_lengths", list), filled_with)
         cache.adapt(config)
-        cache.own_positions = json.loads(metadata.get("own_positions", "false"))  # which old sessions do not say
+        cache.own_positions = _said({"own_positions": "false"} | metadata, "own_positions", bool)  # not in old ones
         cache.unplaced = set(range(len(cache.layers)))
         return cache
 
     def _fill(self, tensors: dict[str, Tensor], lengths: list[int | None], config: TNTConfig) -> None:
-        shapes, read = {"conv": (), **dict(memory_state_shapes(config))}, {}
+        if [type(n) is int for n in lengths] != [hasattr(layer, "cumulative_length") for layer in self.layers]:
+            raise ValueError(
+                f"session: cumulative_lengths={lengths} must have a number for every layer with a window."
+            )
+        shapes, read, counts = {"conv": (), **dict(memory_state_shapes(config))}, {}, []
         conv, slots = shapes.pop("conv"), list(shapes.values())
         for i, layer in enumerate(self.layers):
             mine = {name: tensors.pop(f"layers.{i}.{name}", None) for name in ("keys", "values", "conv.0")}
-            if mine["keys"] is not None:
-                _require_shape(f"layers.{i}.values", mine["values"], mine["keys"].shape)
-                layer.lazy_initialization(mine["keys"], mine["values"])
-                layer.keys, layer.values = mine["keys"], mine["values"]
+            keys, values, has_memory = mine["keys"], mine["values"], isinstance(layer, LinearAttentionCacheLayerMixin)
+            if keys is not None or values is not None or lengths[i]:
+                counted = config.variant == "lmm" and has_memory  # without attention: keys of no width
+                heads, width = (1, 0) if counted else (config.num_key_value_heads, config.head_dim)
+                held = None if lengths[i] is None else min(lengths[i], config.sliding_window - 1)
+                _require_shape(f"layers.{i}.keys", keys, (None, heads, held, width))
+                _require_shape(f"layers.{i}.values", values, keys.shape)
+                layer.lazy_initialization(keys, values)
+                layer.keys, layer.values = keys, values
             if lengths[i] is not None:
                 layer.cumulative_length = lengths[i]
+            counts.append((layer.get_seq_length(), None if keys is None else len(keys)))
             if f"layers.{i}.state.0" in tensors:
                 states = [tensors.pop(f"layers.{i}.state.{j}", None) for j in range(len(slots))]
                 rows = states[0].shape[:1]
@@ -322,18 +328,32 @@ class TNTCache(DynamicCache):
                     _require_shape(f"layers.{i}.conv.0", mine["conv.0"], (*rows, *conv))
                 store(layer, mine["conv.0"], states)
                 self.holds_padding |= bool((states[-1] != self.get_seq_length()).any())
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
+            if has_memory:
                 read[i] = states[-1].tolist() if layer.has_previous_state[0] else None
-                if read[i] != next(iter(read.values())):
-                    raise ValueError(f"session: layer {i} has read other tokens than those before it.")
+            if counts[i] != counts[0] or (has_memory and read[i] != next(iter(read.values()))):
+                raise ValueError(f"session: layer {i} has read other tokens than those before it.")
         if tensors:
             raise ValueError(f"session: unknown tensor {min(tensors)!r}.")
 
 
-def _require_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+def _said(header: dict[str, Any], name: str, kind: type) -> Any:
+    """Entry `name` of a session's header, which is JSON in its file."""
+    value = header.get(name)
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        pass
+    if not isinstance(value, kind):
+        raise ValueError(f"session: {name}={value!r} must be a {kind.__name__}.")
+    return value
+
+
+def _require_shape(name: str, tensor: Tensor | None, shape: tuple[int | None, ...]) -> None:
+    """`None` in `shape` stands for any size."""
     found = None if tensor is None else tuple(tensor.shape)
-    if found != tuple(shape):
-        raise ValueError(f"session: {name} must have shape {tuple(shape)}, the file has {found}.")
+    if found is None or len(found) != len(shape) or any(n not in (None, m) for n, m in zip(shape, found)):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"session: {name} must have shape ({wanted}), the file has {found}.")
 
 
 def _resize(layer: LinearAttentionCacheLayerMixin, states: list[Tensor | None]) -> None:

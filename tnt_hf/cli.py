@@ -17,7 +17,7 @@ from pathlib import Path
 
 # Commands that bring their own options, read only when the command is given.
 DELEGATED = {
-    "convert": "turn a Llama/Qwen/Mistral-style checkpoint into a TNT checkpoint",
+    "convert": "turn a Llama, Mistral, Qwen2, Qwen3 or Phi-3 checkpoint into a TNT checkpoint",
     "verify": "check a converted checkpoint's promises against its source",
     "train": "run a recipe",
     "eval": "evaluate a checkpoint: perplexity, recall, cost, ablations",
@@ -145,9 +145,9 @@ def load_config(source: str, overrides: list[str]):
     elif Path(source).is_dir():
         raise FileNotFoundError(f"{source!r} is a folder without config.json")
     elif similar := [name for name in recipes if Path(name).parts[:1] == path.parts[:1]]:
-        raise FileNotFoundError(f"{source!r} is no recipe; there are {', '.join(similar)}")
+        raise FileNotFoundError(f"{source!r} is not a recipe; there are {', '.join(similar)}")
     elif path.suffix in (".json", ".yaml", ".yml") or len(path.parts) != 2:
-        raise FileNotFoundError(f"{source!r} is no file, folder, recipe, Hub id or preset ({', '.join(PRESETS)})")
+        raise FileNotFoundError(f"{source!r} is not a file, folder, recipe, Hub id or preset ({', '.join(PRESETS)})")
     else:
         try:
             check_reachable(source)
@@ -157,7 +157,7 @@ def load_config(source: str, overrides: list[str]):
     if not isinstance(fields, dict):
         raise ValueError(f"{source!r} must hold a mapping of TNTConfig fields, not {type(fields).__name__}")
     if strange := [name for name in fields if not isinstance(name, str)]:
-        raise ValueError(f"{source!r}: {strange[0]!r} is no name of a field")
+        raise ValueError(f"{source!r}: {strange[0]!r} is not the name of a field")
     if fields.get("model_type", "tnt") != "tnt":
         raise ValueError(f"{source!r} has model_type={fields['model_type']!r}; only 'tnt' can be read")
     if "mode" in fields:
@@ -204,7 +204,7 @@ def fields_of_recipe(source: str, recipe: dict) -> dict:
         raise ValueError(f"{source!r}: model_config={changed!r} must be a mapping")
     if not isinstance(made, str) or made not in PRESETS:
         raise ValueError(
-            f"{source!r} is a recipe that makes no TNT model anew (mode={recipe['mode']!r}, model={made!r});"
+            f"{source!r} is a recipe that does not create a new TNT model (mode={recipe['mode']!r}, model={made!r});"
             " name the folder of a model"
         )
     vocabulary = {"vocab_size": size} if (size := recipe.get("tokenizer_vocab_size")) else {}
@@ -367,7 +367,7 @@ def run_generate(options) -> None:
 
 
 def _refuse_nan(input_ids, scores):
-    """A `LogitsProcessor`: of a model with weights that are no numbers every choice is the first token."""
+    """A `LogitsProcessor`: of a model with weights that are not numbers every choice is the first token."""
     if scores.isnan().any():
         raise ValueError("its logits are not finite")
     return scores

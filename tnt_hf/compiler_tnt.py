@@ -38,7 +38,7 @@ def fused_product(x: Tensor, w: Tensor) -> Tensor:
 
 def fused_linear(x: Tensor, layer: nn.Linear) -> Tensor | None:
     """layer(x) of one token per row, x `[B, K]` or `[B, 1, K]`. `None` where it had better be called: not compiled,
-    many rows or tokens, autocast, a weight that is no plain tensor."""
+    many rows or tokens, autocast, a weight that is not a plain tensor."""
     if not fuses() or type(layer.weight) is not nn.Parameter or autocast_dtype(x.device) is not None:
         return None
     if not statically_known_true(x[..., 0].numel() <= FEW_ROWS):

@@ -248,7 +248,7 @@ class TNTConfig(PreTrainedConfig):
         if missing := [name for name, values in NOT_AVAILABLE.items() if getattr(self, name) in values]:
             self._fail(missing[0], "is not available yet")
         if self.hidden_act not in ACT2FN:
-            self._fail("hidden_act", "is no activation of transformers")
+            self._fail("hidden_act", "is not an activation of transformers")
         for name in AT_LEAST_1 + AT_LEAST_0:
             values, least = getattr(self, name), int(name in AT_LEAST_1)
             for value in values if isinstance(values, (list, tuple)) else [values]:
@@ -285,7 +285,7 @@ class TNTConfig(PreTrainedConfig):
             self.layer_types.append(LAYER_TYPES[(i in with_memory) * 2 + (not sliding)])
 
     def validate_architecture(self):
-        """Checks combinations of fields; also run on saving and by `@strict`, whose errors are no `ValueError`."""
+        """Checks combinations of fields; also run on saving and by `@strict`, whose errors are not `ValueError`."""
         if self.num_attention_heads % self.num_key_value_heads:
             self._fail("num_attention_heads", f"must be a multiple of num_key_value_heads={self.num_key_value_heads}")
         if self.head_dim % 2 and not (self.variant == "lmm" and all("hybrid" in kind for kind in self.layer_types)):
@@ -392,7 +392,7 @@ _strict_setattr = TNTConfig.__setattr__
 def _setattr(self, name, value):
     try:
         _strict_setattr(self, name, [value] if name == "local_chunk_sizes" and type(value) is int else value)
-    except StrictDataclassFieldValidationError as error:  # is no ValueError, which this package promises
+    except StrictDataclassFieldValidationError as error:  # is not a ValueError, which this package promises
         raise ValueError(f"TNTConfig.{name}={value!r}: {error.__cause__}") from error
 
 

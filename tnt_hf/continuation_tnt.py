@@ -33,8 +33,8 @@ def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None
     Refuse what cannot hold a memory, before any compute.
 
     Raises:
-        ValueError: the cache is no cache, an offloaded or quantized one, a config-less `DynamicCache()`, or
-            one of another architecture or with other chunk sizes, whose state means something else here.
+        ValueError: the cache is an offloaded or quantized one, a `DynamicCache()` without a config, one of another
+            architecture or with other chunk sizes, whose state means something else here, or not a cache at all.
     """
     if not isinstance(cache, Cache):
         raise ValueError(
@@ -182,7 +182,7 @@ def check_positions(
 
 
 def differ(positions: Tensor, others: Tensor, valid: Tensor | None) -> bool:
-    """Whether two ways to place tokens differ at any that is no padding."""
+    """Whether two ways to place tokens differ at any that is not padding."""
     different = positions.to(others.device) != others
     return bool((different if valid is None else different & valid).any())
 
@@ -207,7 +207,7 @@ def check_batch(cache: Cache | None, attention_mask: Any, past: int | Tensor, ba
         return
     read, shape = None if cache is None else tokens_read(cache), (batch, int(past) + length)
     if read is not None and len(read) != batch:
-        raise ValueError(f"{CACHE_NAME} holds {len(read)} rows, and {batch} are given: a row goes on from its own.")
+        raise ValueError(f"{CACHE_NAME} holds {len(read)} rows, and {batch} are given: each row continues its own.")
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 and attention_mask.shape != shape:
         raise ValueError(
             f"attention_mask has the shape {list(attention_mask.shape)}: it must be {list(shape)}, a column for each"

@@ -82,7 +82,7 @@ def flops_per_token(config: TNTConfig, context: int) -> dict[str, int]:
         `{"base", "attention", "memory", "total"}`.
 
     Raises:
-        ValueError: `context` is no number of tokens.
+        ValueError: `context` is not a number of tokens.
     """
     if isinstance(context, bool) or not isinstance(context, int) or context < 0:
         raise ValueError(f"context={context!r}: must be a number of tokens")

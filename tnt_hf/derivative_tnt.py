@@ -39,7 +39,7 @@ def transformed() -> bool:
 def check_transforms() -> None:
     """
     Raises:
-        RuntimeError: what calls this is no torch operation and cannot be transformed.
+        RuntimeError: what calls this is not a torch operation and cannot be transformed.
     """
     if transformed():
         raise RuntimeError(

@@ -140,9 +140,9 @@ def unit(x, norm):
 
 @jit
 def through_unit(d, y, norm):
-    """d x from d y, y = unit(x, norm)."""
-    along = tl.where(norm > SMALLEST_NORM, tl.sum(d * y, 1), 0.0)
-    return unit(d - y * along[:, None], norm)
+    """d x from d y, y = unit(x, norm): `network_tnt.smooth_unit_vectors`."""
+    norm = tl.where(norm > SMALLEST_NORM, norm, float("inf"))
+    return (d - y * tl.sum(d * y, 1)[:, None]) / norm[:, None]
 
 
 @jit

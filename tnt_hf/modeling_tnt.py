@@ -450,7 +450,7 @@ class TNTPreTrainedModel(PreTrainedModel):
         attending = [i for i in range(config.num_hidden_layers) if self._attends(i)]
         layers = attending if layers is None else list(layers) if isinstance(layers, Iterable) else [layers]
         if unknown := [i for i in layers if i not in attending]:
-            raise ValueError(f"layers={layers!r}: {unknown} are none of the layers {attending} that attend.")
+            raise ValueError(f"layers={layers!r}: {unknown} are not among the layers {attending} that attend.")
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
             raise ValueError(f"sliding_window={window!r}: must be a positive integer (tokens) or None.")
         others = [i for i in attending if i not in layers and "sliding" in old[1][i]]

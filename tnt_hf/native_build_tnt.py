@@ -198,7 +198,7 @@ def _compiler() -> list[str]:
         except ValueError:  # a quotation without end
             command = []
         if not command or shutil.which(command[0]) is None:
-            raise Unavailable(f"CC names {named!r}, and there is none")
+            raise Unavailable(f"CC names {named!r}, which was not found")
         return command
     for name in COMPILERS:
         if found := shutil.which(name):

@@ -198,5 +198,7 @@ def smooth_norms(x: Tensor) -> Tensor:
 
 
 def smooth_unit_vectors(x: Tensor) -> Tensor:
-    """`F.normalize(x, dim=-1)` with all derivatives where x is 0, too."""
-    return x / smooth_norms(x)[..., None].clamp_min(SMALLEST_NORM)
+    """`F.normalize(x, dim=-1)` with all derivatives where x is 0, too: a vector without a direction has none to
+    change, and the slope of what `F.normalize` computes there, 1e12, is too much for float32 after a few layers."""
+    size = smooth_norms(x)[..., None]
+    return torch.where(size > SMALLEST_NORM, x, x.detach()) / size.clamp_min(SMALLEST_NORM)

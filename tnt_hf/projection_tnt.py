@@ -8,8 +8,9 @@ It is plain linear attention with k = v and does not depend on a memory's chunk 
 interval share one call. Travels with every pushed checkpoint.
 """
 
+import math
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .derivative_tnt import check_transforms, once_differentiable, transformed
@@ -28,8 +29,7 @@ PROJECTION_CHUNK = 64  # tokens; the projection does not depend on it, 64 balanc
 
 class _Unit(torch.autograd.Function):
     """x / |x|, with a backward of three passes over x where that of `F.normalize` takes a dozen, and on a CPU of one:
-    weight_norm's, which is g / n (d - w (d . w) / n^2) for rows w. It knows no smallest norm: of what is shorter it is
-    told that w is long, so that nothing is taken off."""
+    weight_norm's, which is g / n (d - w (d . w) / n^2) for rows w. 0 where x is: see `smooth_unit_vectors`."""
 
     @staticmethod
     def forward(ctx, x):
@@ -49,14 +49,14 @@ class _Unit(torch.autograd.Function):
     @staticmethod
     def through(d_out: Tensor, out: Tensor, norm: Tensor) -> Tensor:
         again = torch.is_grad_enabled()  # to be differentiated again
+        size = norm.masked_fill(norm <= SMALLEST_NORM, math.inf)
         if out.is_cpu and out.dtype.itemsize >= 4 and out.numel() and not (again or torch.compiler.is_compiling()):
-            n = torch.ones_like(norm).masked_fill_(norm <= SMALLEST_NORM, 1e15)
-            g, rows = n / norm.clamp_min(SMALLEST_NORM), (-1, out.shape[-1])
+            g, rows = size.reciprocal().reshape(-1, 1), (-1, out.shape[-1])
             d, w = d_out.reshape(rows).contiguous(), out.reshape(rows).contiguous()
             backward = torch.ops.aten._weight_norm_interface_backward.default
-            return backward(d, w, g.reshape(-1, 1), n.reshape(-1, 1), 0)[0].view_as(out)
-        along = (d_out * out).sum(-1, keepdim=True).mul_(norm > SMALLEST_NORM)
-        return torch.addcmul(d_out, out, along, value=-1).div_(norm.clamp_min(SMALLEST_NORM))
+            return backward(d, w, g, torch.ones_like(g), 0)[0].view_as(out)
+        along = (d_out * out).sum(-1, keepdim=True)
+        return torch.addcmul(d_out, out, along, value=-1).div_(size)
 
 
 def _over_norm(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,11 +65,10 @@ def _over_norm(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_vectors(x: Tensor) -> Tensor:
-    """`F.normalize(x, dim=-1)`: x / |x| over the last axis of `[..., K]`, 0 where x is."""
-    if transformed():
+    """x / |x| over the last axis of `[..., K]`, 0 where x is, and so its gradient."""
+    # a compiler fuses it, and with `dynamic=True` knows no number inside a Function
+    if transformed() or torch.compiler.is_compiling():
         return smooth_unit_vectors(x)
-    if torch.compiler.is_compiling():  # which fuses it, and with `dynamic=True` knows no number inside a Function
-        return F.normalize(x, dim=-1)
     return _Unit.apply(x)[0] if torch.is_grad_enabled() and x.requires_grad else _over_norm(x)[0]
 
 

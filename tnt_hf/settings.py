@@ -11,7 +11,7 @@ def parse_yaml(text: str) -> Any:
     YAML in which `1e-6` is a number, as in JSON and YAML 1.2; PyYAML reads YAML 1.1, where it is a string.
 
     Raises:
-        ValueError: the text is no YAML, or a mapping has a key twice, of which PyYAML would drop the first.
+        ValueError: the text is not valid YAML, or a mapping has a key twice, of which PyYAML would drop the first.
     """
     import yaml
 
@@ -30,11 +30,13 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last of dates that do not exist
-        raise ValueError(f"{text[:60]!r} is no YAML ({' '.join(str(error).split())})") from error
+        mark = getattr(error, "problem_mark", None)  # where the reader was stopped, which may be the end
+        at = text if mark is None else ([*text.splitlines(), ""][mark.line] or text)
+        raise ValueError(f"{at[:60]!r} is not valid YAML ({' '.join(str(error).split())})") from error
 
 
 def read_yaml(path: Path, name: str) -> Any:
-    """What the YAML file `path` holds. Raises ValueError, naming `name` and it: no YAML, or bytes that are no text."""
+    """What the YAML file `path` holds. Raises ValueError, naming `name` and it: not YAML, or not text."""
     try:
         return parse_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -42,16 +44,16 @@ def read_yaml(path: Path, name: str) -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """A value of the command line: YAML, and `4,8` is the list that it looks like. Raises ValueError: no YAML."""
+    """A value of the command line: YAML, and `4,8` is the list that it looks like. Raises ValueError: not YAML."""
     return [int(item) for item in text.split(",")] if re.fullmatch(r"\d+(,\d+)+", text) else parse_yaml(text)
 
 
 def check_text(name: str, text: str) -> None:
-    """Raises ValueError: `text`, of the option or argument `name`, came as bytes that are no UTF-8."""
+    """Raises ValueError: `text`, of the option or argument `name`, came as bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name}={ascii(text)}: is no text in UTF-8") from None
+        raise ValueError(f"{name}={ascii(text)}: is not UTF-8 text") from None
 
 
 class Integers(argparse.Action):

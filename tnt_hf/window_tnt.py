@@ -110,7 +110,7 @@ def window_attention(
 
 def _blocks(T: int, cached: int, width: int, front: int = 0) -> tuple[int, int, int]:
     """N, C and W'. The T - N C queries in front of the blocks have whole `QUERY_ROWS` for those whose windows reach
-    before the first key that is no padding: a converted model is its source to the bit as long as its window hides
+    before the first key that is not padding: a converted model is its source to the bit as long as its window hides
     nothing."""
     reach = _filled(width, 8)
     C = max(SMALLEST_BLOCK, width // 2)

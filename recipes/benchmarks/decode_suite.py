@@ -154,11 +154,11 @@ def prompt(context: int, settings: DecodeSettings) -> torch.Tensor:
 
 
 def read(name: str, model: PreTrainedModel, ids: torch.Tensor):
-    """A cache that holds the prompt. Raises `SystemExit` if a logit is no number."""
+    """A cache that holds the prompt. Raises `SystemExit` if a logit is not finite."""
     cache = empty_cache(name, model, ids.shape[1])
     logits = model(ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache}).logits
     if not logits.isfinite().all():
-        raise SystemExit(f"{name}: logits are no numbers after {ids.shape[1]} tokens")
+        raise SystemExit(f"{name}: logits are not finite after {ids.shape[1]} tokens")
     return cache
 
 
@@ -225,7 +225,7 @@ def decoding(name: str, model: PreTrainedModel, cache, batch_size: int, settings
             logits = model(ids, use_cache=True, **{CACHE_NAME: cache}).logits
             ids = logits[:, -1:].argmax(-1)
         if not logits.isfinite().all():
-            raise SystemExit(f"{name}: logits are no numbers while decoding")
+            raise SystemExit(f"{name}: logits are not finite while decoding")
         state["ids"] = ids
 
     return call

@@ -25,7 +25,7 @@ def require_agreement(
     The largest difference, if it is within the tolerance.
 
     Raises:
-        SystemExit: it is not, or is no number; names the contestant.
+        SystemExit: it is not, or is not a number; names the contestant.
     """
     found = largest_difference(got, want)
     if not found <= tolerance:

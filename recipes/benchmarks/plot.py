@@ -146,9 +146,9 @@ def draw_file(result: Path, picture: Path | None = None) -> Path:
         The picture's path.
 
     Raises:
-        ValueError: the file is no finished result of a suite.
+        ValueError: the file is not a finished result of a suite.
     """
-    with reading(f"{result} is no result of a suite"):
+    with reading(f"{result} is not a result of a suite"):
         report = json.loads(result.read_text())
         name, complete = report.get("suite"), report.get("complete")
         known = name in SUITES
@@ -161,6 +161,6 @@ def draw_file(result: Path, picture: Path | None = None) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    with reading(f"{result} is no result of the suite {name}"):
+    with reading(f"{result} is not a result of the suite {name}"):
         figure = SUITES[name](report, plt)
     return finish(figure, picture or result.with_suffix(".png"))

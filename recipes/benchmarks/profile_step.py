@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # Of an operation and everything it calls. The first match on the way up decides.
 PARTS = {
     "ChunkScan": "memory",
+    "NativeScan": "memory",
     "_AllRows": "memory",
     "_RunningProjection": "Q-K projection",
     "_Taps": "convolution",

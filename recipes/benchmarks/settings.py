@@ -65,7 +65,7 @@ class MemorySettings(Settings):
                 f"tokens={self.tokens}: must be a multiple of chunk_sizes={ragged[0]}, for TTT-MLP's sake"
             )
         if self.ttt_lm is not None and not self.ttt_lm.is_file():
-            raise ValueError(f"ttt_lm={str(self.ttt_lm)!r}: is no file")
+            raise ValueError(f"ttt_lm={str(self.ttt_lm)!r}: is not a file")
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def start(path: Path, head: dict[str, Any], overwrite: bool) -> dict[str, Any]:
     """
     if overwrite or not path.exists():
         return head | {"complete": False, "rows": {}}
-    with reading(f"{path} is no result of a suite; replace it with --overwrite"):
+    with reading(f"{path} is not a result of a suite; replace it with --overwrite"):
         found = json.loads(path.read_text())
         complete = found["complete"]
         changed = [name for name in ("suite", "settings") if found[name] != head[name]]

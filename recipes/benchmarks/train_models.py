@@ -48,7 +48,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 CHECKED = {"cpu": SHAPES["tiny"] | {"global_chunk_size": 64}}
 CHECKED["cuda"] = CHECKED["cpu"] | {"hidden_size": 128}
 CHECKED_TOKENS = 150
-ALIGNED = 8  # a GPU's matrix products of widths that are no multiples of 16 bytes take a slower kernel
+ALIGNED = 8  # a GPU's matrix products of widths that are not multiples of 16 bytes take a slower kernel
 # On a CPU in float64: sums in another order, and no more. On a GPU in float32, whose matrix products may round.
 TOLERANCES = {"cpu": 1e-8, "cuda": 1e-3}
 COMPILED = 1e-6  # the least of a compiled model's: its float32 loss is another sum, too

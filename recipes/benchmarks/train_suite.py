@@ -103,7 +103,7 @@ def time_steps(context: int, settings: TrainSettings, tell) -> dict:
     seconds = take_turns(calls, settings.rounds, warmup, tell, waiting(settings.device))
     final = {contestant: loss.item() for contestant, loss in losses.items()}
     if wrong := [contestant for contestant, loss in final.items() if not math.isfinite(loss)]:
-        raise SystemExit(f"{', '.join(wrong)}: the loss is no number at {context} tokens")
+        raise SystemExit(f"{', '.join(wrong)}: the loss is not finite at {context} tokens")
     return {
         "tokens": ids.numel(),
         "batch_size": batch_size,

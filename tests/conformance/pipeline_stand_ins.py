@@ -2,7 +2,7 @@
 
 The mixin of Transformers takes its checkpoints from the Hub and its per-task checks from `tests/pipelines/`. The first
 does not know TNT, so `write_tiny_models` makes a folder of the form that the mixin accepts in place of the Hub; the
-second is no part of a source distribution, so `stand_in` has short checks of our own for the tasks TNT has.
+second is not part of a source distribution, so `stand_in` has short checks of our own for the tasks TNT has.
 """
 
 import json
