@@ -214,7 +214,7 @@ def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs
     name = config.base_model_name_or_path if base is None else str(base)
     if not name:
         raise ValueError(f"base=None: adapter {adapter!r} does not name its base model; pass it.")
-    revision = config.revision if base is None else kwargs.pop("revision", None)
+    revision = config.revision if base is None else None
     try:
         check_reachable(name)
         found = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code"))

@@ -54,13 +54,13 @@ from .verify_measures import (
     perplexity_of,
     rounding,
 )
-from .verify_probe import probe_ids
+from .verify_probe import FEWEST, probe_ids
 from .verify_report import NOT_APPLICABLE, NOT_RUN, Report, check_place, json_ready
 from .verify_structure import CHECKS, OF_ANY_LENGTH, check_padding, check_state, crossed, steady_positions
 
 
 FORMAT = "tnt-verify-1"
-FEWEST_TOKENS, MOST_TOKENS = 16, 2048  # of a probe: what the checks need, and what a default may cost
+MOST_TOKENS = 2048  # of a probe: what a default may cost
 FAR = 512  # tokens: a reset further away is not worth the time by default
 BEYOND = 96  # tokens of a default probe behind the last boundary
 OPEN = "the memory is open, so how far the result is from its source is a measurement"
@@ -155,8 +155,8 @@ def verify_conversion(
 def _check_options(out: Path, tokens: int | None, report: Any, dtype: str | None) -> None:
     if not out.is_dir():
         raise FileNotFoundError(f"output={str(out)!r}: there is no such folder")
-    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < FEWEST_TOKENS):
-        raise ValueError(f"tokens={tokens!r}: must be an integer of at least {FEWEST_TOKENS}")
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < FEWEST):
+        raise ValueError(f"tokens={tokens!r}: must be an integer of at least {FEWEST}")
     if dtype is not None and dtype not in BYTES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(BYTES)}")
     if report is not None:
@@ -232,7 +232,7 @@ def _default_length(config: TNTConfig, expected: TNTConfig) -> int:
     length = max((x for x in edges if x is not None), default=0) + BEYOND
     # The longer of both, so that a RoPE that scales from another length on is seen to.
     steady = max(min(c.max_position_embeddings, steady_positions(c) or MOST_TOKENS) for c in (config, expected))
-    return max(FEWEST_TOKENS, min(length, MOST_TOKENS, steady))
+    return max(FEWEST, min(length, MOST_TOKENS, steady))
 
 
 def _with_peak(function: Callable[[], dict]) -> tuple[dict, int | None]:

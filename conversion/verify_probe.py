@@ -14,7 +14,7 @@ from .probe import is_file, read_text
 from .source import TOKENIZERS
 
 
-FEWEST = 16  # tokens
+FEWEST = 16  # tokens that the checks need
 
 
 def default_text() -> str:

@@ -49,6 +49,9 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
     for name in given:
         if name.startswith("hub_") and value(name):
             refuse(name, "has no effect, as a run uploads nothing; use tnt push when it has ended")
+    for name in ("label_names", "include_for_metrics", "batch_eval_metrics"):
+        if value(name):
+            refuse(name, "has no effect: an evaluation gives eval_loss only, of labels that the data makes")
     if value("optim_target_modules"):
         refuse("optim_target_modules", "has no effect: which weights have which optimizer is the recipe's")
     if value("eval_steps") and value("eval_strategy") != "steps":

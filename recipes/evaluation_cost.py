@@ -4,7 +4,6 @@ Axis legend
     B batch (1 here)   T tokens of the context
 """
 
-import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tnt_hf.cache_name_tnt import CACHE_NAME
-from tnt_hf.recipes.memory_statistics import host_of
+from tnt_hf.recipes.memory_statistics import few_logits
 
 
 REPEATS = 3  # times a context is read, after one to warm up
@@ -63,8 +62,7 @@ def cost_at(model: nn.Module, ids: Tensor) -> dict[str, Any]:
     Args:
         ids: `[1, T]` int64 on the model's device.
     """
-    known = inspect.signature(host_of(model).forward).parameters
-    last_only = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+    last_only = few_logits(model)
     decoded = min(DECODED, ids.shape[1] - 1)
     prefix = ids[:, : ids.shape[1] - decoded]
     others = [ids[:, t : t + 1] for t in range(prefix.shape[1], ids.shape[1])]

@@ -31,12 +31,12 @@ def check_output(output: Path, overwrite: bool) -> None:
     """
     if output.exists() and not output.is_dir():
         raise NotADirectoryError(f"--output {output}: is a file, not a folder")
+    ours = _written_here(output)
     if (output / JSON).exists():
-        if not _written_here(output):
+        if not ours:
             raise FileExistsError(f"{output / JSON}: was not written by tnt eval; it is never overwritten")
         if not overwrite:
             raise FileExistsError(f"{output / JSON}: exists; --overwrite replaces it, --output names another folder")
-    ours = _written_here(output)
     for name in (MARKDOWN, *PICTURES):
         if (output / name).exists() and name not in ours:
             raise FileExistsError(f"{output / name}: was not written by tnt eval; it is never overwritten")

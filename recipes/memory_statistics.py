@@ -83,7 +83,7 @@ def memory_statistics(model: nn.Module, row: dict[str, Tensor]) -> dict[str, flo
     try:
         model.eval()
         with torch.no_grad():
-            model(**row, use_cache=False, **_few_logits(model))
+            model(**row, use_cache=False, **few_logits(model))
     finally:
         model.train(training)
         for hook in hooks:
@@ -91,7 +91,7 @@ def memory_statistics(model: nn.Module, row: dict[str, Tensor]) -> dict[str, flo
     return _named(found)
 
 
-def _few_logits(model: nn.Module) -> dict[str, int]:
+def few_logits(model: nn.Module) -> dict[str, int]:
     """The logits of long rows are by far the largest tensor of such a pass, and nobody reads them."""
     inner = getattr(host_of(model), "module", host_of(model))
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(inner).forward).parameters else {}

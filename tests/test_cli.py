@@ -189,7 +189,7 @@ def test_presets_are_the_documented_baselines():
         (["{folder}/llama.json"], "model_type='llama'"),
         (["tnt", "model_type=llama"], "model_type='llama'"),
         (["tnt", "hidden_size=64", "hidden_size=128"], "hidden_size is given twice"),
-        (["tnt", "dtype=float17"], "no attribute 'float17'"),
+        (["tnt", "dtype=float17"], "TNTConfig.dtype='float17': must be the name of"),
         (["tnt", "id2label=5"], "'tnt': 'int' object"),
         (["{folder}/bytes.yaml"], "bytes.yaml': 'utf-8' codec"),
         (["{folder}/date.yaml"], "date.yaml': 'a: 2024-13-45' is not valid YAML (month"),

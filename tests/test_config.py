@@ -324,6 +324,14 @@ def test_fields_that_were_assigned_are_checked_on_saving(field, value, tmp_path)
     assert (tmp_path / "config.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["fp32", "bf16", [1], 3])
+def test_dtypes_are_torchs(field, value):
+    with pytest.raises(ValueError, match=re.escape(f"TNTConfig.dtype={value!r}: must be the name of a torch dtype")):
+        tiny_config(**{field: value})
+    assert tiny_config(**{field: "bfloat16"}).dtype is torch.bfloat16
+
+
 def test_a_size_beyond_64_bits_is_named():
     for field in ("num_hidden_layers", "vocab_size", "sliding_window"):
         with pytest.raises(ValueError, match=rf"TNTConfig\.{field}=1000000000000000000000:"):

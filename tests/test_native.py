@@ -182,7 +182,7 @@ def small(wrap=lambda x: x, **options):
 
 @needs_native
 def test_reasons_are_named_by_native_and_found_by_auto(caplog):
-    native_build_tnt._reported.clear()
+    native_build_tnt._report.cache_clear()
     with pytest.raises(ValueError, match="implementation='native' cannot run here: a tensor is of a class of its own"):
         small(lambda x: x.as_subclass(Own), implementation="native")
     with FlopCounterMode(display=False) as counter:

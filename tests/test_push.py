@@ -264,7 +264,7 @@ FAULTS = {
     "a tensor too many": (lambda f: change_weights(f, lambda t: t.update(x=torch.ones(2))), "'x' does not belong to"),
     "another shape": (lambda f: change_weights(f, lambda t: t.update({NORM: torch.ones(31)})), f"{NORM!r} has shape"),
     "config out of range": (lambda f: set_field(f, "config.json", num_hidden_layers=-1), "num_hidden_layers=-1"),
-    "no dtype": (lambda f: set_field(f, "config.json", dtype="letters"), "config.json: cannot be read, "),
+    "no dtype": (lambda f: set_field(f, "config.json", dtype="letters"), "config.json: TNTConfig.dtype='letters'"),
     "padding beyond the vocabulary": (lambda f: set_field(f, "config.json", pad_token_id=9999), "pad_token_id=9999"),
     "settings are not a mapping": (lambda f: set_field(f, "training.json", settings=5), "training.json"),
     "nan in the config": (lambda f: set_field(f, "config.json", note=float("nan")), "config.json: holds NaN"),

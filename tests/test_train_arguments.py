@@ -288,6 +288,7 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
         ("--greater_is_better true", "greater_is_better=True: an evaluation gives eval_loss only"),
         ("--load_best_model_at_end", "load_best_model_at_end=True: needs evaluations; give eval_strategy"),
         ("--torch_compile_mode fast", "torch_compile_mode='fast': must be one of default, "),
+        ("--label_names x", "label_names=['x']: has no effect: an evaluation gives eval_loss only"),
         ("--max_steps 3 --num_train_epochs 2", "num_train_epochs=2: has no effect beside max_steps=3: give one of"),
         ("--hub_token hf_secret", "hub_token: settings are saved with the run, so a secret is refused; set HF_TOKEN"),
         ("--window_dropout_warmup_steps 5", "window_dropout_warmup_steps=5: has no effect without window_dropout"),

@@ -9,6 +9,7 @@ import warnings
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers.activations import ACT2FN
@@ -187,6 +188,9 @@ class TNTConfig(PreTrainedConfig):
         for name in kwargs:
             if (near := get_close_matches(name, self.__dataclass_fields__, 1, 0.85)) and near[0] != name:
                 warnings.warn(f"TNTConfig.{name}: no field of this name; {near[0]!r} is one.", stacklevel=2)
+        dtype = kwargs.get("torch_dtype") if self.dtype is None else self.dtype
+        if not isinstance(getattr(torch, str(dtype), dtype), torch.dtype | dict | None):
+            self._fail("dtype", "must be the name of a torch dtype", dtype)
         self.resolve()
         super().__post_init__(**kwargs)
         if (rope_type := self.rope_parameters.get("rope_type")) != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
@@ -343,9 +347,8 @@ class TNTConfig(PreTrainedConfig):
             seen = self.global_read == "current" or window >= (C_G or 0)
             if S and C_G and S % C_G and not (seen or self.allow_memory_gap):
                 gap = f"up to {C_G - math.gcd(S, C_G)} tokens before a reset are visible to no memory"
-                accepted = f"sliding_window >= {C_G}, global_read='current' or allow_memory_gap=True"
-                reason = f"must be a multiple of global_chunk_size={C_G}: {gap}. Accepted with {accepted}"
-                self._fail("local_reset_interval", reason, S)
+                unless = f". Accepted with sliding_window >= {C_G}, global_read='current' or allow_memory_gap=True"
+                self._fail("local_reset_interval", f"must be a multiple of global_chunk_size={C_G}: {gap}{unless}", S)
 
     @property
     def memory_layer_indices(self) -> list[int]:
@@ -386,12 +389,9 @@ class TNTConfig(PreTrainedConfig):
         return copies * self.memory_depth + len(self.memory_projection_intervals) + 1
 
 
-_strict_setattr = TNTConfig.__setattr__
-
-
-def _setattr(self, name, value):
+def _setattr(self, name, value, strictly=TNTConfig.__setattr__):
     try:
-        _strict_setattr(self, name, [value] if name == "local_chunk_sizes" and type(value) is int else value)
+        strictly(self, name, [value] if name == "local_chunk_sizes" and type(value) is int else value)
     except StrictDataclassFieldValidationError as error:  # is not a ValueError, which this package promises
         raise ValueError(f"TNTConfig.{name}={value!r}: {error.__cause__}") from error
 

@@ -61,13 +61,9 @@ class Unavailable(Exception):
     """Why there is no library."""
 
 
-_reported: set[str] = set()
-
-
+@cache
 def _report(field: str, reason: str) -> None:
-    if reason not in _reported:
-        logger.warning("%s='auto' runs 'chunk' on the CPU: %s.", field, reason)
-        _reported.add(reason)
+    logger.warning("%s='auto' runs 'chunk' on the CPU: %s.", field, reason)
 
 
 @torch.compiler.disable
