@@ -161,18 +161,17 @@ def exported_config(model: PreTrainedModel) -> TNTConfig:
 def _exported_tensors(model: PreTrainedModel, exported: TNTForCausalLM) -> dict[str, Tensor]:
     """The tensors of `model` under TNT's names, fused ones split; they share storage where that is possible."""
     shapes = {name: x.shape for name, x in exported.state_dict().items()}
-    fused, tensors = family_of(model.config.model_type).fused, {}
+    family, tensors = family_of(model.config.model_type), {}
     for name, tensor in model.state_dict().items():
         if tensor.device.type == "meta":
             raise ValueError(f"{name}: is not in memory (offloaded); load the model without offloading.")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name}: holds nan or infinity.")
         name = name.replace(".self_attn.memory.", ".memory.")
-        suffix = next((suffix for suffix in fused if name.endswith(f".{suffix}")), None)
-        if suffix is None:
+        parts = family.our_names(name)
+        if parts == [name]:
             tensors[name] = tensor
             continue
-        parts = [name.removesuffix(suffix) + part for part in fused[suffix]]
         pieces = tensor.split([shapes[part][0] for part in parts])
         tensors |= {part: piece.clone() for part, piece in zip(parts, pieces)}
     if different := sorted(set(tensors) ^ set(shapes)):

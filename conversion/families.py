@@ -39,6 +39,11 @@ class Family:
     harmless: frozenset[str] = frozenset()
     partial_rotary: bool = False
 
+    def our_names(self, name: str) -> list[str]:
+        """Our names for a tensor of the source, several where it is fused of consecutive rows."""
+        end = next((end for end in self.fused if name.endswith(f".{end}")), None)
+        return [name] if end is None else [name.removesuffix(end) + part for part in self.fused[end]]
+
 
 def _llama(config: PreTrainedConfig) -> dict[str, Any]:
     return {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias, "sliding_window": None}

@@ -49,11 +49,10 @@ def our_tensors(source: Source, family: Family, config: TNTConfig) -> dict[str, 
     expected = dict(base_shapes(config))
     found: dict[str, StoredTensor] = {}
     for name, tensor in source.tensors.items():
-        end = next((end for end in family.fused if name.endswith(f".{end}")), None)
-        if end is None:
+        parts = family.our_names(name)
+        if parts == [name]:
             found[name] = tensor
             continue
-        parts = [name.removesuffix(end) + part for part in family.fused[end]]
         if not set(parts) <= expected.keys():
             raise ValueError(f"{tensor.path}: unknown tensor {name!r}; {says}")
         rows = [expected[part][0] for part in parts]

@@ -219,7 +219,10 @@ def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs
         check_reachable(name)
         found = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"base={name!r}: the base model of adapter {adapter!r} cannot be loaded: {error}") from error
+        hint = "" if base else "; pass base, or correct base_model_name_or_path in its adapter_config.json"
+        raise ValueError(
+            f"base={name!r}: the base model of adapter {adapter!r} cannot be loaded: {error}{hint}"
+        ) from error
     if hasattr(found, "tnt_injection"):
         return _load_whole(_locate(name, revision), name, None, kwargs)
     auto = AutoModelForCausalLM if config.task_type in (None, "CAUSAL_LM") else _auto_class(found, name)

@@ -143,7 +143,7 @@ def check_base_weights(source: Path, output: Path, model_type: str, tied: bool) 
     changed, missing, matched, worst = [], [], set(), 0.0
     for name in theirs.names():
         first = 0
-        for ours_name in _our_names(name, model_type):
+        for ours_name in FAMILIES[model_type].our_names(name):
             if ours_name not in base:
                 optional = (tied and ours_name == "lm_head.weight") or ours_name.endswith("rotary_emb.inv_freq")
                 missing += [] if optional else [ours_name]
@@ -165,14 +165,6 @@ def check_base_weights(source: Path, output: Path, model_type: str, tied: bool) 
     found = {"tensors": len(matched), "changed": len(changed), "missing": len(missing), "extra": len(extra)}
     found |= {"max_abs": worst, "names": [*changed, *missing, *extra][:NAMED]}
     return not (changed or missing or extra), found
-
-
-def _our_names(name: str, model_type: str) -> tuple[str, ...]:
-    """Our names for a tensor of the source, several where it is fused of consecutive rows."""
-    for end, parts in FAMILIES[model_type].fused.items():
-        if name.endswith(end):
-            return tuple(name.removesuffix(end) + part for part in parts)
-    return (name,)
 
 
 def check_config(source_config: Any, config: TNTConfig) -> tuple[bool, dict[str, Any]]:

@@ -103,23 +103,23 @@ class Writer:
             def follow(written: Written) -> None:
                 self.digests[shard.name] = pool.submit(inspect, path, read_header(path), where, wait=written.wait)
 
+            self.how[shard.name] = "written"
             write_shard(path, shard.tensors, advance, follow)
             self.flushes.append(pool.submit(flush, path))
-        elif linking:
+            return
+        self.how[shard.name] = "linked" if linking else "copied"
+        if linking:
             os.link(origin, path)
-        self.how[shard.name] = "written" if origin is None else "linked" if linking else "copied"
-        if origin is not None and not self.check:
+        if self.check:
+            read, also = (path, ()) if linking else (origin, (path, advance))
+            digest = pool.submit(inspect, read, read_header(read), str(origin), *also)
+        elif linking:
+            digest = known_digest(origin)
+        else:
+            digest = (self.begun and self.begun.take(origin)) or pool.submit(copy_unread, origin, path, advance)
+        if not self.check:
             self.unread.add(shard.name)
-        if self.how[shard.name] == "linked" and not self.check:
-            self.digests[shard.name] = known_digest(origin)
-        elif self.how[shard.name] == "copied" and not self.check:
-            begun = self.begun and self.begun.take(origin)
-            self.digests[shard.name] = begun or pool.submit(copy_unread, origin, path, advance)
-        elif self.how[shard.name] == "copied":
-            task = pool.submit(inspect, origin, read_header(origin), str(origin), path, advance)
-            self.digests[shard.name] = task
-        elif origin is not None:
-            self.digests[shard.name] = pool.submit(inspect, path, read_header(path), str(origin))
+        self.digests[shard.name] = digest
 
     def _can_link(self, origins: list[Path]) -> bool:
         """
