@@ -70,7 +70,8 @@ def convert_checkpoint(
         window: keys every query sees (tokens), its own included. `None` keeps the source's attention.
         keep_full_attention: layers that keep full attention despite the window, or `"auto:N"`: the N whose
             window costs most, in next-token loss on `probe`.
-        probe: a text, or the path of a text file, to measure each layer's window error on. Loads the source.
+        probe: a text, or the path of a text file, to measure each layer's window error on and, for `"auto:N"`, the
+            loss that its window adds, which decides. Loads the source.
         dtype: dtype of the base tensors, such as `"bfloat16"`; `None` keeps theirs.
         link: `"auto"` links the shards where the file system can, otherwise copies them; `"link"` insists on links;
             `"copy"` copies. A linked shard is the source's file under a second name: changing it in place changes
@@ -165,7 +166,7 @@ def convert_checkpoint(
         writer.code()
         writer.config(config)
         if conversion["plot"]:
-            writer.plot("window_errors.png", errors, layers)
+            writer.plot("window_errors.png", errors, layers, losses)
         writer.text("README.md", model_card(config, conversion, checkpoint, target.name, MANIFEST))
         write_manifest(staging.folder, writer.entries(), conversion)
         staging.commit()

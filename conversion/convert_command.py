@@ -31,13 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
     parser.add_argument("source", metavar="SRC", help="Llama, Mistral, Qwen2, Qwen3 or Phi-3: a folder or Hub id")
     parser.add_argument("output", metavar="OUT", help="folder to create; appears complete or not at all")
-    parser.add_argument("fields", metavar="FIELD=VALUE", nargs="*", help="any field of the memory")
+    parser.add_argument("fields", metavar="FIELD=VALUE", nargs="*", default=[], help="any field of the memory")
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="read options and fields from a file")
     parser.add_argument("--window", type=int, metavar="W", help="keys a query sees (default: the source's attention)")
     parser.add_argument(
         "--keep-full-attention", metavar="LAYERS", help="layers without the window: 0,7,15, or auto:N with --probe"
     )
-    parser.add_argument("--probe", metavar="TEXT_OR_FILE", help="first measure each layer's window error on this text")
+    parser.add_argument(
+        "--probe",
+        metavar="TEXT_OR_FILE",
+        help="first measure on this text what the window changes in each layer's attention (window error) and, for"
+        " auto:N, what it adds to the loss, which decides",
+    )
     parser.add_argument("--memory-layers", metavar="LAYERS", help="layers with a memory, such as 0,2 (default: all)")
     parser.add_argument("--dtype", metavar="TYPE", help="bfloat16, float16, float32 (default: the source's)")
     how = parser.add_mutually_exclusive_group()

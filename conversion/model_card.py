@@ -248,8 +248,9 @@ def _probe(conversion: dict[str, Any]) -> str:
         f"| {layer} | {error:.4g} |{added[layer]} {'full attention' if layer in kept else ''} |"
         for layer, error in enumerate(errors)
     )
-    also = ", and what it adds to the loss of the next token" if losses else ""
-    picture = "\n![window error of each layer](window_errors.png)\n" if conversion["plot"] else ""
+    also = ", and what it adds to the loss of the next token, which decides" * bool(losses)
+    drawn = "loss that a window adds in each layer" if losses else "window error of each layer"
+    picture = f"\n![{drawn}](window_errors.png)\n" if conversion["plot"] else ""
     return f"""
 How much a window of {conversion["window"]} tokens changes the attention output of each layer, alone, on the probe text
 (relative squared error){also}:

@@ -170,20 +170,27 @@ def choose_full_attention(costs: list[float], count: int) -> list[int]:
 
 
 def table(errors: list[float], chosen: list[int] | None = None, losses: list[float] | None = None) -> str:
-    """The errors as lines of text with bars, and the losses beside them; the `chosen` layers are marked."""
-    top = max(errors, default=0.0)
-    lines = ["layer  window error" + "  loss added (nats)" * bool(losses)]
+    """The errors as lines of text, and the losses beside them; the `chosen` layers are marked.
+
+    Bars show the losses if there are any, as these are what layers are chosen by; one that a window lowers has none.
+    """
+    drawn = losses or errors
+    top = max(drawn, default=0.0)
+    lines = ["layer  window error" + "  loss added (nats)  # = loss added" * bool(losses)]
     for layer, error in enumerate(errors):
-        bar = "#" * (round(BAR * error / top) if top > 0 else 0)
+        bar = "#" * (round(BAR * max(drawn[layer], 0.0) / top) if top > 0 else 0)
         added = f"  {losses[layer]:17.4g}" if losses else ""
         mark = "full attention" if layer in (chosen or []) else ""
         lines.append(f"{layer:5}  {error:12.4g}{added}  {bar:{BAR}}  {mark}".rstrip())
     return "\n".join(lines)
 
 
-def plot(errors: list[float], path: str | PathLike, chosen: list[int] | None = None) -> None:
+def plot(
+    errors: list[float], path: str | PathLike, chosen: list[int] | None = None, losses: list[float] | None = None
+) -> None:
     """
-    Write the errors as a bar chart; the file's suffix decides the format, such as `.png`.
+    Write the losses, or if there are none the errors, as a bar chart in which the `chosen` layers are orange. The
+    file's suffix decides the format, such as `.png`.
 
     Raises:
         ValueError: matplotlib, which is in the extra `train`, is not installed.
@@ -193,16 +200,24 @@ def plot(errors: list[float], path: str | PathLike, chosen: list[int] | None = N
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(f"path={str(path)!r}: a plot needs matplotlib: pip install 'tnt-hf[train]'.") from error
-    figure = Figure(figsize=(max(4.0, 0.25 * len(errors) + 1.5), 3.0), layout="constrained")
+    figure = Figure(figsize=(max(4.0, 0.25 * len(errors) + 1.5), 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     kept = set(chosen or [])
-    axes.bar(range(len(errors)), errors, color=["tab:orange" if l in kept else "tab:blue" for l in range(len(errors))])
-    axes.set(
-        xlabel="layer",
-        ylabel="relative squared error",
-        title="Attention output with a window" + " (orange: full)" * bool(kept),
-    )
+    for color, name, layers in (
+        ("tab:blue", "window", [l for l in range(len(errors)) if l not in kept]),
+        ("tab:orange", "keeps full attention", sorted(kept)),
+    ):
+        if layers:  # of no bars there is no legend
+            axes.bar(layers, [(losses or errors)[l] for l in layers], color=color, label=name)
+    # Short, for a picture of few layers is narrow.
+    if losses:
+        axes.set(title="Loss added by a window, per layer", ylabel="loss added (nats per token)")
+    else:
+        axes.set(title="Window error of each layer", ylabel="relative squared error")
+    axes.set_xlabel("layer")
+    if kept:
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
     axes.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=120)
 

@@ -176,11 +176,13 @@ class Writer:
         """`config.json`."""
         self.text("config.json", config.to_json_string(use_diff=True))
 
-    def plot(self, name: str, errors: list[float], chosen: list[int] | None) -> None:
-        """The window errors as a picture."""
+    def plot(
+        self, name: str, errors: list[float], chosen: list[int] | None, losses: list[float] | None = None
+    ) -> None:
+        """What a window does to each layer as a picture, see [`~sensitivity.plot`]."""
         from tnt_hf.conversion.sensitivity import plot
 
-        plot(errors, self.folder / name, chosen)
+        plot(errors, self.folder / name, chosen, losses)
         self._done(name, "written")
 
     def text(self, name: str, content: str) -> None:

@@ -1,6 +1,7 @@
 """What `tnt eval` writes: evaluation.json, evaluation.md and pictures, complete or not at all."""
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -209,6 +210,8 @@ def _draw_cost(axes, rows: list[dict[str, Any]]) -> None:
             axes.plot([], [], ".:", color=color, label=f"{name} (tokens/s)")  # so that one legend names everything
     speed.set(yscale="log", ylabel="tokens per second")
     _token_axis(axes, contexts, "context in tokens")
+    # Below, where no curve runs: the place that is best for the left axis is that of any curve on the right one.
+    axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
 def _draw_ablations(axes, section: dict[str, Any]) -> None:
@@ -218,10 +221,31 @@ def _draw_ablations(axes, section: dict[str, Any]) -> None:
     axes.barh(list(rows), rises, xerr=errors, label="rise of the loss")
     sizes = [abs(rise) for rise in rises if rise]
     if spans_decades(sizes):  # symmetric, as switching a branch off may lower the loss
-        axes.set_xscale("symlog", linthresh=min(sizes))
+        ends = [rise + side * error for rise, error in zip(rises, errors) for side in (-1, 1)]
+        _symmetric_axis(axes, min(sizes), min(0.0, *ends), max(0.0, *ends))
         axes.grid(axis="x", alpha=0.3)
     axes.invert_yaxis()
     axes.set(xlabel="nats per token, on the same text", title="With a branch switched off")
+
+
+def _symmetric_axis(axes, smallest: float, low: float, high: float) -> None:
+    """A logarithmic axis for both signs, linear below `smallest`, that shows all of `low` to `high`. Its ticks have
+    room for their labels, which the library's own around 0 have not."""
+    axes.set_xscale("symlog", linthresh=smallest)
+    scale = axes.xaxis.get_transform()
+    start, end = scale.transform([low, high])
+    margin = 0.05 * (end - start)
+    axes.set_xlim(scale.inverted().transform([start - margin * (low < 0), end + margin * (high > 0)]))
+    powers = [10.0**power for power in range(math.floor(math.log10(smallest)), math.ceil(math.log10(high - low)) + 1)]
+    ticks = [0.0]
+    for sign, side in ((1, high), (-1, -low)):
+        last = 0.0
+        for power in powers:
+            place = scale.transform([power])[0]
+            if power <= side and place - last >= (end - start) / 7:
+                ticks.append(sign * power)
+                last = place
+    axes.set_xticks(sorted(ticks))
 
 
 PICTURES: dict[str, tuple[str, Callable]] = {

@@ -20,6 +20,15 @@ from tnt_hf.gate_tnt import TNTMemoryGate
 from tnt_hf.unit_tnt import TNTMemoryUnit
 
 
+# By `memory_gate`, see `_gate_hook`.
+GATE_LABELS = {
+    "add": "factor on the memory (0: closed)",
+    "mix": "weight of the memory (0: closed)",
+    "product": "factor on attention (1: closed)",
+    "published": "factor on attention (0.5: no memory)",
+}
+
+
 def host_of(model: nn.Module) -> nn.Module:
     """The model itself, or the one inside a `PeftModel`."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -34,6 +43,12 @@ def first_row(inputs: dict[str, Any]) -> dict[str, Tensor] | None:
     names = [name for name in ("input_ids", "position_ids") if isinstance(inputs.get(name), Tensor)]
     row = {name: inputs[name].expand(len(ids), -1)[0][valid][None] for name in names}
     return row if row["input_ids"].shape[1] > 1 else None
+
+
+def gate_label(model: nn.Module) -> str:
+    """What `memory/gate` is the mean of, and its value where the memory adds nothing, in a few words."""
+    kinds = [gate.kind for gate in gates(model)]
+    return GATE_LABELS[kinds[0]] if kinds else GATE_LABELS["mix"]  # of LiZA
 
 
 def all_closed(model: nn.Module) -> bool:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 
 def finish(figure, path: Path, legend=None) -> Path:
-    """Adds the legend of the axes `legend`, writes the picture, closes it and returns its path."""
+    """Gives the axes `legend` one, unless they have it, writes the picture, closes it and returns its path."""
     from matplotlib import pyplot
 
-    if legend is not None:
+    if legend is not None and legend.get_legend() is None:
         legend.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

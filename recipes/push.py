@@ -1,7 +1,7 @@
 """Upload a model, or an adapter, with its card to the Hugging Face Hub, as one commit.
 
     tnt push runs/tnt_150m/stage2 user/tnt-150m --private
-    tnt push runs/tnt_150m/stage2 user/tnt-150m --dry-run      lists what would be uploaded; needs no network
+    tnt push runs/tnt_150m/stage2 user/tnt-150m --dry-run      checks and lists what would be uploaded, with no network
 
 The folder is checked first: if its files do not fit together, nothing is uploaded. The same commit removes weights and
 code that an earlier push left in the repository and that are not part of this one.
@@ -98,6 +98,8 @@ def push(
     sizes = {n: len(x) if isinstance(x, bytes) else x.stat().st_size for n, x in contents.items()} | {
         "README.md": size
     }
+    if dry_run:
+        say(f"would upload to {repo}{f', branch {revision}' * (revision != 'main')} (nothing is sent):")
     for name, count in sorted(sizes.items()):
         changed = "   (without paths of this machine)" if isinstance(contents.get(name), bytes) else ""
         say(f"{count:>15,}  {name}{changed}")
@@ -106,7 +108,8 @@ def push(
         say(f"stays here: {', '.join(others)}")
     for note in notes:
         say(f"note: {note}")
-    if dry_run:
+    if dry_run:  # whatever fails a check has raised by now; a token is only asked for where it is needed
+        say("all checks passed; the Hub was not asked")
         return None
     contents["README.md"] = card
     operations = [

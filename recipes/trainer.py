@@ -24,7 +24,7 @@ from tnt_hf.recipes.callbacks import ChunkSizeSchedule, Printer, Progress, Windo
 from tnt_hf.recipes.environment import peak_memory_bytes
 from tnt_hf.recipes.exact_resume import ResumableTrainer
 from tnt_hf.recipes.finite import stop_if_not_finite, warn_of_idle
-from tnt_hf.recipes.memory_statistics import first_row, memory_statistics
+from tnt_hf.recipes.memory_statistics import first_row, gate_label, memory_statistics
 from tnt_hf.recipes.models import finished
 from tnt_hf.recipes.objectives import next_token, next_token_sums
 from tnt_hf.recipes.optimization import try_optimizer
@@ -193,7 +193,7 @@ class RecipeTrainer(ResumableTrainer):
     def _draw(self) -> None:
         if self.plots and self.is_world_process_zero():
             try:
-                draw_plots(self.state.log_history, self.folder)
+                draw_plots(self.state.log_history, self.folder, gate_label(self.model))
             except Exception as error:  # a plot is no reason to lose a run, nor to hide why one stopped
                 logger.warning("The plots could not be drawn: %s: %s", type(error).__name__, error)
 

@@ -1,22 +1,29 @@
 """loss.png and gates.png: a run's log at a glance."""
 
+from functools import partial
 from pathlib import Path
 
 
 INK, ACCENT, GRID = "#3b4252", "#c8553d", "#d8dee9"
-# What is drawn of each layer: the first of the names that was logged.
-PANELS = (
-    (("gate",), "gate"),
-    (("share",), "memory's share of the output"),
-    (("surprise",), "surprise before the write"),
-    (("fast_weight_change", "fast_weight_norm"), "fast weights: |W - W_init| / |W_init|"),
-)
+# What is drawn of each layer, its title and its unit; of fast weights the first that was logged.
+PANELS = {
+    "gate": ("gate", "factor on the memory"),
+    "share": ("memory's share of the output", "|memory| / (|memory| + |attention|)"),
+    "surprise": ("surprise: loss before the write", "½ |f(W, k) − v|², mean over tokens"),
+    "fast_weight_change": ("fast weights after a row: change", "|W − W_init| / |W_init|"),
+    "fast_weight_norm": ("fast weights after a row: norm", "|W|"),
+}
 LINEAR = ("gate", "share")  # of the output, where small is as good as none
 
 
-def draw_plots(log: list[dict], folder: Path) -> list[Path]:
+def draw_plots(log: list[dict], folder: Path, gate: str = PANELS["gate"][1]) -> list[Path]:
     """
     Draw what there is to draw of a `Trainer`'s log history.
+
+    Args:
+        log: the history.
+        folder: where the files go.
+        gate: what the gate's value is and when it is closed, see [`~recipes.memory_statistics.gate_label`].
 
     Returns:
         The files written: loss.png if a loss was logged, gates.png if a memory was.
@@ -28,15 +35,22 @@ def draw_plots(log: list[dict], folder: Path) -> list[Path]:
 
     written = []
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK, "axes.grid": True}
-    style |= {"grid.color": GRID, "grid.linewidth": 0.6, "font.size": 10, "axes.titlesize": 11, "figure.dpi": 120}
+    style |= {
+        "grid.color": GRID,
+        "grid.linewidth": 0.6,
+        "font.size": 10,
+        "axes.titlesize": 11,
+        "axes.labelsize": 9,
+        "figure.dpi": 120,
+    }
     with pyplot.rc_context(style):
-        for name, draw in (("loss.png", _loss), ("gates.png", _gates)):
+        for name, draw in (("loss.png", _loss), ("gates.png", partial(_gates, gate=gate))):
             figure = draw(pyplot, log)
             if figure is not None:
-                partial = folder / f"{name}.partial"
-                figure.savefig(partial, format="png", bbox_inches="tight")
+                unfinished = folder / f"{name}.partial"
+                figure.savefig(unfinished, format="png", bbox_inches="tight")
                 pyplot.close(figure)
-                partial.replace(folder / name)
+                unfinished.replace(folder / name)
                 written.append(folder / name)
     return written
 
@@ -91,23 +105,23 @@ def _loss(pyplot, log: list[dict]):
     return figure
 
 
-def _gates(pyplot, log: list[dict]):
+def _gates(pyplot, log: list[dict], gate: str):
     panels = {}
-    for names, title in PANELS:
-        for name in names:
-            prefix = f"memory/{name}/layer_"
-            layers = sorted({int(key.removeprefix(prefix)) for e in log for key in e if key.startswith(prefix)})
-            if layers:
-                panels[name] = (title if name == names[0] else "fast weights: norm", layers)
-                break
+    for name in PANELS:
+        prefix = f"memory/{name}/layer_"
+        layers = sorted({int(key.removeprefix(prefix)) for e in log for key in e if key.startswith(prefix)})
+        if layers:
+            panels[name] = layers
+    if "fast_weight_change" in panels:
+        del panels["fast_weight_norm"]
     if not panels:
         return None
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure, grid = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.1 * rows), squeeze=False)
-    most = max(layer for _, layers in panels.values() for layer in layers)
+    most = max(layer for layers in panels.values() for layer in layers)
     colors = pyplot.get_cmap("viridis")
-    for axes, (name, (title, layers)) in zip(grid.flat, panels.items()):
+    for axes, (name, layers) in zip(grid.flat, panels.items()):
         values = []
         for layer in layers:
             points = [(e["step"], e[key]) for e in log if (key := f"memory/{name}/layer_{layer}") in e]
@@ -115,7 +129,8 @@ def _gates(pyplot, log: list[dict]):
             few = len(points) < 20
             color = colors(0.9 * layer / max(most, 1))
             axes.plot(*zip(*points), color=color, linewidth=1.3, marker="o" if few else None, ms=3, label=str(layer))
-        axes.set(title=title, xlabel="step")
+        title, unit = PANELS[name]
+        axes.set(title=title, xlabel="step", ylabel=gate if name == "gate" else unit)
         axes.xaxis.get_major_locator().set_params(integer=True)  # of a run of few steps, too
         if name not in LINEAR and spans_decades(values):
             axes.set_yscale("log", nonpositive="mask")

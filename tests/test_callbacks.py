@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from tiny import TINY, tiny_model, tokens
 from tiny_hosts import OPEN_LIZA, OPEN_TNT, tiny_host
 from train_killer import samples, trainer
@@ -16,9 +18,9 @@ from tnt_hf.branch_tnt import TNTMemory
 from tnt_hf.conversion import LiZAConfig, inject
 from tnt_hf.gate_tnt import TNTMemoryGate
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule, Printer, WindowDropout, narrow_window
-from tnt_hf.recipes.memory_statistics import all_closed, first_row, memory_statistics
+from tnt_hf.recipes.memory_statistics import all_closed, first_row, gate_label, memory_statistics
 from tnt_hf.recipes.preemption import CheckpointOnTermination
-from tnt_hf.recipes.training_plots import smoothed, spans_decades
+from tnt_hf.recipes.training_plots import draw_plots, smoothed, spans_decades
 from tnt_hf.state_tnt import LayerState, StateLayout
 
 
@@ -387,6 +389,31 @@ def test_smoothing_does_not_lag():
     line = [float(x) for x in range(50, 0, -1)]
     assert smoothed(line, reach=5) == pytest.approx(line)
     assert smoothed([0.0, 3.0, 0.0, 3.0], reach=1) == pytest.approx([0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("gate", ["add", "product", "mix", "published", "LiZA"])
+def test_the_picture_says_what_a_closed_gate_is_and_what_surprise_measures(gate, tmp_path, monkeypatch):
+    if gate == "LiZA":
+        model = inject(tiny_host("llama"), LiZAConfig(weight=0.0, chunk_size=8))
+    else:
+        model = tiny_model(memory_gate=gate)
+    for module in model.modules():
+        if isinstance(module, TNTMemoryGate):
+            for parameter in gate_of(module):
+                parameter.data.zero_()
+            module.register_forward_pre_hook(lambda _, args: (args[0], 0 * args[1], args[2]))  # "published" stays open
+    found = memory_statistics(model, row())
+    (closed,) = re.findall(r"\(([\d.]+): ", gate_label(model))
+    assert found["memory/gate"] == float(closed)
+    labels = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **kwargs: (
+        path.touch(), labels.update({axes.get_title(): axes.get_ylabel() for axes in self.axes})
+    ))  # fmt: skip
+    draw_plots([{"step": step, **found} for step in (1, 2)], tmp_path, gate_label(model))
+    assert labels["gate"] == gate_label(model)
+    if gate != "LiZA":
+        assert labels["surprise: loss before the write"] == "½ |f(W, k) − v|², mean over tokens"
+        assert "|W − W_init| / |W_init|" in labels.values() and "|W|" not in labels.values()
 
 
 def test_two_decades_need_a_logarithmic_axis():

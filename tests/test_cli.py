@@ -19,7 +19,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tnt_hf import TNTConfig, TNTForCausalLM
+from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
 from tnt_hf.cli import DELEGATED, load_config, main
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.evaluate import build_parser as evaluate_parser
@@ -187,11 +187,17 @@ def test_presets_are_the_documented_baselines():
         (["tnt_debug/stage3"], "'tnt_debug/stage3' is not a recipe; there are tnt_debug/align, "),
         (["{folder}/list.yaml"], "must hold a mapping"),
         (["{folder}/llama.json"], "model_type='llama'"),
+        (
+            ["{folder}/injected"],
+            "an injected memory (model_type='qwen3'), which tnt info does not describe: see tnt_inj",
+        ),
+        (["{folder}/adapter"], "/adapter' holds an adapter: tnt info reads its base model, or a whole model"),
+        (["{folder}/session.safetensors"], "is neither JSON nor YAML"),
         (["tnt", "model_type=llama"], "model_type='llama'"),
         (["tnt", "hidden_size=64", "hidden_size=128"], "hidden_size is given twice"),
         (["tnt", "dtype=float17"], "TNTConfig.dtype='float17': must be the name of"),
         (["tnt", "id2label=5"], "'tnt': 'int' object"),
-        (["{folder}/bytes.yaml"], "bytes.yaml': 'utf-8' codec"),
+        (["{folder}/bytes.yaml"], "bytes.yaml': is neither JSON nor YAML"),
         (["{folder}/date.yaml"], "date.yaml': 'a: 2024-13-45' is not valid YAML (month"),
         (["{folder}/number.yaml"], "None is not the name of a field"),
         (["{folder}/recipe.yaml"], "model_config=5 must be a mapping"),
@@ -203,6 +209,11 @@ def test_presets_are_the_documented_baselines():
 def test_info_names_the_mistake(arguments, message, tmp_path, capsys):
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "llama.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "injected").mkdir()
+    (tmp_path / "injected" / "config.json").write_text('{"model_type": "qwen3", "tnt_injection": {"kind": "liza"}}')
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    TNTCache(TNTConfig(**FIELDS)).save(tmp_path / "session.safetensors")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff")
     (tmp_path / "date.yaml").write_text("a: 2024-13-45")
     (tmp_path / "number.yaml").write_text("null: 2\n")
@@ -212,6 +223,29 @@ def test_info_names_the_mistake(arguments, message, tmp_path, capsys):
     assert main(["info", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and not printed.out
+
+
+@pytest.mark.parametrize(
+    "arguments, usage, message",
+    [
+        (["info"], "tnt info [-h]", "the following arguments are required: MODEL\n"),
+        (["convert"], "tnt convert [-h]", "the following arguments are required: SRC, OUT\n"),
+        (["info", "tnt", "--hidden_size", "64"], "tnt info [-h]", "if a field is meant, write hidden_size=64\n"),
+        (["info", "tnt", "--hidden-size=64"], "tnt info [-h]", "if a field is meant, write hidden_size=64\n"),
+        (["info", "tnt", "--tied", "--json"], "tnt info [-h]", "if a field is meant, write tied=VALUE\n"),
+        (["info", "tnt", "-x"], "tnt info [-h]", "unrecognized arguments: -x\n"),
+        (["convert", "a", "b", "--memory_depth", "2"], "tnt convert [-h]", "is meant, write memory_depth=2\n"),
+        (["generate", "a", "--prompt", "b", "--x"], "tnt generate [-h]", "unrecognized arguments: --x\n"),
+        (["trian", "--config", "x"], "tnt [-h]", "there is no command 'trian'; did you mean 'train'?\n"),
+        (["nothing"], "tnt [-h]", "invalid choice: 'nothing'"),
+        (["--versoin"], "tnt [-h]", "error: "),
+    ],
+)
+def test_a_wrong_command_line_is_told_with_its_own_usage(arguments, usage, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: {usage}") and message in error and "versoin'; did you mean" not in error
 
 
 def test_info_says_that_it_reads_models(capsys):

@@ -387,6 +387,8 @@ def test_the_command_line(tmp_path, source, monkeypatch, capsys):
         str(tmp_path / "result"),
     ):
         assert line in said, said
+    [marked] = [line for line in said.splitlines() if line.endswith("full attention")]
+    assert marked.count("#") == 40, "the longest bar is that of the layer that was chosen"
     assert "gate " not in said
     card = (tmp_path / "result" / "README.md").read_text()
     assert f"| {kept} | {errors[kept]:.4g} | {losses[kept]:.4g} | full attention |" in card
@@ -402,7 +404,10 @@ def test_the_command_line(tmp_path, source, monkeypatch, capsys):
         (["source", ""], "output='': must name a folder"),
         (["", "result"], "source='': must name a folder"),
         (["source", "result", "--window", "2147483648"], "must be an integer of 1 to 2147483647"),
-        (["source", "result", "--config", "source/model.safetensors"], "--config='source/model.safetensors': 'utf-8'"),
+        (
+            ["source", "result", "--config", "source/model.safetensors"],
+            "--config='source/model.safetensors': is neither JSON nor",
+        ),
         (["source", "result", "memory_layers=[0"], "is not valid YAML"),
         (["source", "result", "memory_layers=" + "[" * 5000], "is not valid YAML"),
         (["source", "result", "overwrite=maybe"], "overwrite='maybe'"),

@@ -133,6 +133,40 @@ def test_a_branch_that_does_little_has_a_bar_beside_one_that_does_all(rises, sca
     assert all(abs(end) > axes.bbox.width / 50 for end in ends)
 
 
+@pytest.mark.parametrize("rises", [(1.2, 0.02, -0.003, 4e-6), (8.0, -7.0, 1e-3, -1e-3), (4.0, 0.02, -1e-5, 1e-7)])
+def test_labels_on_a_symmetric_axis_stand_apart_and_every_bar_is_shown(rises):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    rows = {f"local memory of {x} tokens off": {"nats": x, "nats_standard_error": abs(x) / 4} for x in rises}
+    PICTURES["ablations.png"][1](axes, rows)
+    figure.tight_layout()
+    figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
+    assert len(boxes) >= 3 and all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:]))
+    low, high = axes.get_xlim()
+    assert low < min(rises) and max(rises) < high
+
+
+def test_the_legend_of_the_costs_lies_on_no_curve(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **kwargs: (drawn.append(self), path.touch()))
+    speeds = {"prefill_tokens_per_second": 9000.0, "decode_tokens_per_second": 100.0}
+    rows = [{"context": n, "state_bytes": 2**20, "kv_bytes": n * 900, **speeds} for n in (512, 2048, 8192)]
+    results = {"model": "m", "settings": {}, "environment": {}, "cost": rows}
+    write_evaluation(tmp_path / "out", results)
+    left, _ = drawn[0].axes
+    drawn[0].canvas.draw()
+    box = left.get_legend().get_window_extent()
+    assert len(left.get_legend().get_texts()) == 4
+    assert box.y1 < left.bbox.y0 and box.y0 >= 0, "below both axes, and inside the picture"
+
+
 def test_evaluate_gives_what_the_command_writes(evaluated, tokenizer):
     results, _ = evaluated
     model = small_tnt()

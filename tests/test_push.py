@@ -126,7 +126,23 @@ def test_a_dry_run_lists_and_touches_nothing(run, hub, tmp_path, capsys, monkeyp
     assert tnt(["push", str(folder), "user/books", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "model.safetensors" in out and "README.md" in out and "pushed" not in out
+    assert out.startswith("would upload to user/books (nothing is sent):\n")
+    assert out.endswith("all checks passed; the Hub was not asked\n")
     assert contents(folder) == before and hub.requests == []
+
+
+def test_a_dry_run_whose_checks_fail_does_not_say_that_they_passed(run, tmp_path, capsys):
+    folder = copied(run, tmp_path)
+    (folder / "config.json").write_text("{")
+    assert tnt(["push", str(folder), "user/books", "--dry-run"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_only_a_dry_run_says_that_nothing_is_sent(run, hub):
+    push(run, "user/books", dry_run=True, revision="next", say=(said := []).append)
+    assert said[0] == "would upload to user/books, branch next (nothing is sent):"
+    push(run, "user/books", say=(said := []).append)
+    assert not any("would upload" in line or "all checks passed" in line for line in said)
 
 
 def test_a_licence_nobody_named_is_asked_for_and_stays_once_given(run, hub, tmp_path):

@@ -188,6 +188,42 @@ def test_the_table_shows_every_layer_its_bar_and_the_choice():
     assert lines[4].count("#") == round(40 * 0.284 / 0.307)
 
 
+def test_bars_are_of_the_losses_where_these_choose():
+    lines = table([0.5, 0.2, 0.4], [1], [0.001, 0.02, -0.03]).splitlines()
+    assert lines[0].split("  ")[-1] == "# = loss added"
+    assert lines[1].split() == ["0", "0.5", "0.001", "##"]
+    assert lines[2].split() == ["1", "0.2", "0.02", "#" * 40, "full", "attention"]
+    assert lines[3].split() == ["2", "0.4", "-0.03"], "one that the window improves has no bar"
+
+
+@pytest.mark.parametrize("losses", [None, [0.001, 0.02] * 16])
+@pytest.mark.parametrize("layers", [2, 32])
+def test_the_picture_says_what_it_shows_and_all_of_it_fits(layers, losses, tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    errors, losses = ([0.3, 0.1] * 16)[:layers], losses and losses[:layers]
+    plot(errors, tmp_path / "errors.png", [1], losses)
+    (axes,) = drawn[0].axes
+    bars = {round(bar.get_x() + bar.get_width() / 2): bar for bar in axes.patches}
+    assert [bars[l].get_height() for l in range(layers)] == (losses or errors)
+    assert [l for l in bars if bars[l].get_facecolor() != bars[0].get_facecolor()] == [1]
+    assert ("loss" in axes.get_title().lower()) == ("loss" in axes.get_ylabel()) == bool(losses)
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["window", "keeps full attention"]
+    drawn[0].canvas.draw()
+    edge = drawn[0].bbox
+    for part in (axes.title, axes.xaxis.label, axes.yaxis.label, drawn[0].legends[0]):
+        box = part.get_window_extent()
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= edge.x1 and box.y1 <= edge.y1, part
+
+
+@pytest.mark.parametrize("chosen", [None, [0, 1]])
+def test_a_picture_may_have_one_kind_of_bar(chosen, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot([0.1, 0.3], tmp_path / "errors.png", chosen)
+    assert (tmp_path / "errors.png").exists()
+
+
 def test_the_plot_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     plot([0.1, 0.3], tmp_path / "errors.png", [1])

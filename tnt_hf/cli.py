@@ -12,7 +12,6 @@ import sys
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from pathlib import Path
 
 
 # Commands that bring their own options, read only when the command is given.
@@ -27,6 +26,7 @@ DELEGATED = {
 }
 # Those of them that are a module with a `main` of their own.
 MAINS = {"train": "train", "eval": "evaluate", "push": "push", "demo": "demo", "bench": "benchmarks.bench"}
+COMMANDS = ("info", "generate", *DELEGATED)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -46,7 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help=f"folder, .json or .yaml file, recipe for a new model, Hub id, or {', '.join(PRESETS)}",
     )
-    info.add_argument("overrides", metavar="FIELD=VALUE", nargs="*", help="any field of TNTConfig, its value in YAML")
+    info.add_argument(
+        "overrides", metavar="FIELD=VALUE", nargs="*", default=[], help="any field of TNTConfig, its value in YAML"
+    )
     info.add_argument("--context", type=int, metavar="TOKENS", help="default: max_position_embeddings")
     info.add_argument("--dtype", choices=DTYPES, help="model dtype (default: the configuration's, else float32)")
     info.add_argument("--json", action="store_true", help="print one JSON object")
@@ -68,11 +70,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the checkpoint's own")
     generate.add_argument("--device", help="default: cuda if available, otherwise cpu")
-    generate.set_defaults(run=run_generate)
+    generate.set_defaults(run=run_generate, error=generate.error)
 
     for name, text in DELEGATED.items():
         commands.add_parser(name, add_help=False, help=text).set_defaults(run=run_delegated)
     return parser
+
+
+def check_command(parser: argparse.ArgumentParser, word: str = "") -> None:
+    """Exits, as `parser` does for any wrong command, if `word` is nearly the name of one: with that name."""
+    similar = get_close_matches(word, COMMANDS, n=1)
+    if similar and word not in COMMANDS and not word.startswith("-"):
+        parser.error(f"there is no command {word!r}; did you mean {similar[0]!r}?")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,9 +89,10 @@ def main(arguments: list[str] | None = None) -> int:
     reads the output."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
+    check_command(parser, *arguments[:1])
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command not in DELEGATED:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        getattr(options, "error", parser.error)(f"unrecognized arguments: {' '.join(rest)}")
     options.rest = arguments[1:]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -120,49 +130,17 @@ class LayerInfo:
 
 
 def load_config(source: str, overrides: list[str]):
-    """The `TNTConfig` from a preset, a folder or file of fields, a recipe or a Hub id, with `FIELD=VALUE` applied.
+    """The `TNTConfig` of a model ([`~config_sources.read_fields`]) with `FIELD=VALUE` applied.
 
     Raises:
-        ValueError: for an unknown field, a file that is not a mapping, a model of another type, or an invalid value.
-        OSError: if there is no preset, file, folder or Hub repository of that name.
+        ValueError: for an unknown field or an invalid value, or as `read_fields`.
+        OSError: as `read_fields`.
     """
-    from transformers import PreTrainedConfig
-
     from tnt_hf import TNTConfig
-    from tnt_hf.conversion.source import check_reachable
-    from tnt_hf.presets import PRESETS
-    from tnt_hf.recipes.recipe_file import find_recipe, packaged_recipes
-    from tnt_hf.settings import parse_value, read_yaml
+    from tnt_hf.config_sources import read_fields
+    from tnt_hf.settings import parse_value
 
-    recipes = packaged_recipes()
-    if source in recipes and not Path(source).exists():
-        source = str(find_recipe(source))
-    path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
-    if source in PRESETS:
-        fields = dict(PRESETS[source])
-    elif path.is_file():
-        fields = read_yaml(path, "MODEL")  # every JSON file is YAML
-    elif Path(source).is_dir():
-        raise FileNotFoundError(f"{source!r} is a folder without config.json")
-    elif similar := [name for name in recipes if Path(name).parts[:1] == path.parts[:1]]:
-        raise FileNotFoundError(f"{source!r} is not a recipe; there are {', '.join(similar)}")
-    elif path.suffix in (".json", ".yaml", ".yml") or len(path.parts) != 2:
-        raise FileNotFoundError(f"{source!r} is not a file, folder, recipe, Hub id or preset ({', '.join(PRESETS)})")
-    else:
-        try:
-            check_reachable(source)
-            fields, _ = PreTrainedConfig.get_config_dict(source)
-        except OSError as error:
-            raise OSError(f"MODEL {source}: {' '.join(str(error).split())}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{source!r} must hold a mapping of TNTConfig fields, not {type(fields).__name__}")
-    if strange := [name for name in fields if not isinstance(name, str)]:
-        raise ValueError(f"{source!r}: {strange[0]!r} is not the name of a field")
-    if fields.get("model_type", "tnt") != "tnt":
-        raise ValueError(f"{source!r} has model_type={fields['model_type']!r}; only 'tnt' can be read")
-    if "mode" in fields:
-        fields = fields_of_recipe(source, fields)
-
+    fields = read_fields(source)
     given = {}
     for override in overrides:
         name, equals, value = override.partition("=")
@@ -187,28 +165,6 @@ def load_config(source: str, overrides: list[str]):
         return TNTConfig.from_dict(fields | given, **options)
     except (AttributeError, TypeError) as error:  # of the library, for a value of another type
         raise ValueError(f"{source!r}: {' '.join(str(error).split())}") from error
-
-
-def fields_of_recipe(source: str, recipe: dict) -> dict:
-    """The `TNTConfig` fields of the new model that a recipe creates.
-
-    Raises:
-        ValueError: the recipe continues from an existing model, or creates one that is not a TNT model.
-    """
-    from tnt_hf.presets import PRESETS
-    from tnt_hf.recipes.recipe_file import flatten
-
-    recipe = flatten(recipe)
-    made, changed = recipe.get("model"), recipe.get("model_config") or {}
-    if not isinstance(changed, dict):
-        raise ValueError(f"{source!r}: model_config={changed!r} must be a mapping")
-    if not isinstance(made, str) or made not in PRESETS:
-        raise ValueError(
-            f"{source!r} is a recipe that does not create a new TNT model (mode={recipe['mode']!r}, model={made!r});"
-            " name the folder of a model"
-        )
-    vocabulary = {"vocab_size": size} if (size := recipe.get("tokenizer_vocab_size")) else {}
-    return PRESETS[made] | vocabulary | changed
 
 
 def count_parameters(config) -> dict[str, dict[str, int]]:

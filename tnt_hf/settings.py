@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,15 @@ def parse_yaml(text: str) -> Any:
 
 def read_yaml(path: Path, name: str) -> Any:
     """What the YAML file `path` holds. Raises ValueError, naming `name` and it: not YAML, or not text."""
+    content = path.read_bytes()
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"))
+        text = None if b"\0" in content else content.decode()
+    except UnicodeDecodeError:
+        text = None
+    if text is None:
+        raise ValueError(f"{name}={str(path)!r}: is neither JSON nor YAML, for it is not UTF-8 text")
+    try:
+        return parse_yaml(text)
     except ValueError as error:
         raise ValueError(f"{name}={str(path)!r}: {error}") from error
 
@@ -71,13 +79,29 @@ class Integers(argparse.Action):
 
 def accept_fields_after_options(parser: argparse.ArgumentParser, name: str) -> None:
     """`FIELD=VALUE`s anywhere on the command line. `name` is their argument, of which `nargs="*"` takes what stands
-    before the first option only; the rest comes back as unknown."""
+    before the first option only; the rest comes back as unknown. What is no field either ends in an error of this
+    parser, not of the one that it is a command of."""
     parse = parser.parse_known_args
 
     def parse_known_args(args=None, namespace=None):
+        args = sys.argv[1:] if args is None else args
         found, rest = parse(args, namespace)
         fields = [text for text in rest if re.match(r"[A-Za-z_]\w*=", text)]
         setattr(found, name, [*getattr(found, name), *fields])
-        return found, [text for text in rest if text not in fields]
+        if unknown := [text for text in rest if text not in fields]:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{_as_field(unknown[0], args)}")
+        return found, []
 
     parser.parse_known_args = parse_known_args
+
+
+def _as_field(unknown: str, arguments: list[str]) -> str:
+    """How to write the field for which `unknown`, one of the `arguments`, may be meant: `--hidden_size`."""
+    option, equals, value = unknown.partition("=")
+    name = option.removeprefix("--").replace("-", "_")
+    if not option.startswith("--") or not name.isidentifier():
+        return ""
+    if not equals:
+        after = arguments[arguments.index(unknown) + 1 :]
+        value = after[0] if after and not after[0].startswith("-") else "VALUE"
+    return f"; if a field is meant, write {name}={value}"
