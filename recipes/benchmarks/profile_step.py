@@ -12,41 +12,21 @@ Last, whether two local memories of one chunk size should run as one scan with t
 import argparse
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion.files import write_json
 from tnt_hf.memory_tnt import memory_chunkwise
-from tnt_hf.presets import PRESETS
 from tnt_hf.recipes import blocked_attention
 from tnt_hf.recipes.benchmarks.measure import environment, spread, take_turns
+from tnt_hf.recipes.benchmarks.train_models import SHAPES, TRANSFORMER, WINDOW, build, config_of
 
 
-SHAPE = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 600,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "sliding_window": 512,
-    "global_chunk_size": 2048,
-    "local_reset_interval": 4096,
-    "memory_grad_bound": 1.0,
-    "max_position_embeddings": 32768,
-}
-TRANSFORMER = "Transformer (SDPA)"
-MODELS: dict[str, dict[str, Any]] = {
-    "TNT {16}": {"local_chunk_sizes": [16]},
-    "TNT {64}": {"local_chunk_sizes": [64]},
-    "TNT {8,8}": {"local_chunk_sizes": [8, 8]},
-    "Titans C=8": PRESETS["titans"] | {"global_chunk_size": 8},
-    "sliding window only": PRESETS["sliding-window-only"],
-    TRANSFORMER: PRESETS["transformer"],
-}
+SHAPE = SHAPES["shrunk"]
+MODELS = {name: config_of(name, SHAPE) for name in ("TNT {16}", "TNT {64}", "Titans C=8", WINDOW, TRANSFORMER)}
+MODELS["TNT {8,8}"] = config_of("TNT {16}", SHAPE, local_chunk_sizes=[8, 8])
 # Of an operation and everything it calls. The first match on the way up decides.
 PARTS = {
     "ChunkScan": "memory",
@@ -103,9 +83,7 @@ def shares(step) -> dict:
 
 def training_step(name: str, tokens: int, seed: int):
     """Forward and backward of a model on one row of random tokens."""
-    torch.manual_seed(seed)
-    attention = "sdpa" if name == TRANSFORMER else blocked_attention.register()
-    model = TNTForCausalLM._from_config(TNTConfig(**SHAPE | MODELS[name]), attn_implementation=attention).train()
+    model = build(name, MODELS[name], blocked_attention.NAME, seed)
     ids = torch.randint(SHAPE["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(seed))
 
     def step():
