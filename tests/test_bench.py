@@ -18,6 +18,7 @@ from tnt_hf.recipes.benchmarks import decode_suite, liza_suite, memory_suite, tr
 from tnt_hf.recipes.benchmarks.gate import require_agreement
 from tnt_hf.recipes.benchmarks.measure import take_turns
 from tnt_hf.recipes.benchmarks.plot import draw_file
+from tnt_hf.recipes.benchmarks.profile_step import OTHER, PARTS, shares, training_step
 from tnt_hf.recipes.benchmarks.settings import SUITES
 
 
@@ -295,3 +296,10 @@ def test_a_damaged_result_is_named_and_stays(text, tmp_path, capsys):
     assert bench("liza", tmp_path) == 2
     assert f"{path} is not a result of a suite; replace it with --overwrite: " in capsys.readouterr().err
     assert path.read_text() == text
+
+
+def test_a_profiled_step_is_divided_among_all_parts():
+    found = shares(training_step("TNT {16}", 128, 0))
+    assert set(found) == {*PARTS.values(), OTHER}
+    assert sum(part["share"] for part in found.values()) == pytest.approx(1, abs=1e-2)  # rounded to 1e-4 each
+    assert all(part["share"] > 0 for part in found.values())

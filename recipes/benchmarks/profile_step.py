@@ -44,6 +44,7 @@ PARTS = {
 }
 STACKED = ((4, 8), (4, 16), (4, 64), (12, 16))  # heads and chunk sizes of two local memories
 OTHER = "norms, gates, copies"
+KINDS = ("products", "elementwise", "C", "between")
 PRODUCTS = ("aten::bmm", "aten::baddbmm", "aten::mm", "aten::addmm")
 
 
@@ -58,7 +59,9 @@ def part_of(event) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Matrix products, other tensor operations, or what lies between them: Python and autograd."""
+    """Matrix products, other tensor operations, our C, or what lies between them: Python and autograd."""
+    if name.startswith("NativeScan"):
+        return "C"
     if name.removesuffix("_").startswith(PRODUCTS):
         return "products"
     return "elementwise" if name.startswith("aten::") else "between"
@@ -74,8 +77,8 @@ def shares(step) -> dict:
     total, parts = sum(times.values()), sorted({part for part, _ in times})
     return {
         part: {
-            "share": round(sum(times[part, kind] for kind in ("products", "elementwise", "between")) / total, 4),
-            **{kind: round(times[part, kind] / total, 4) for kind in ("products", "elementwise", "between")},
+            "share": round(sum(times[part, kind] for kind in KINDS) / total, 4),
+            **{kind: round(times[part, kind] / total, 4) for kind in KINDS},
         }
         for part in parts
     }
