@@ -43,8 +43,8 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is None or head is None or not isinstance(decoder, PreTrainedModel):
         raise ValueError(
-            f"model={type(model).__name__}: its language model ({config.model_type!r}) is none that the library has"
-            " alone."
+            f"model={type(model).__name__}: its language model ({config.model_type!r}) is not one that the library"
+            " has alone."
         )
     # Composite models have a field of their own for it, which their text_config may contradict.
     config.tie_word_embeddings = head.weight is decoder.get_input_embeddings().weight

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tnt_hf.grid_tnt import document_starts
+from tnt_hf.network_tnt import smooth_unit_vectors
 from tnt_hf.precision_tnt import full_precision
-from tnt_hf.projection_tnt import unit_vectors
 
 
 # rule -> does a write first erase what its key reads, and is `decay` required, possible or impossible
@@ -37,7 +37,7 @@ RULES = {
 }
 IMPLEMENTATIONS = ("chunk", "recurrent", "fla")
 FEATURE_MAPS = {
-    "silu-l2": lambda x: unit_vectors(F.silu(x)),
+    "silu-l2": lambda x: smooth_unit_vectors(F.silu(x), 1e-6),  # next to 0, too, a gradient stays in range
     "elu+1": lambda x: F.elu(x) + 1,
     "softmax": lambda x: x.softmax(-1),
     "identity": lambda x: x,

@@ -175,7 +175,7 @@ def _auto_class(config: PreTrainedConfig, name: str) -> type:
             return auto
     if wanted is not None and type(config) in AutoModelForCausalLM._model_mapping:
         kinds = ", ".join(auto.__name__ for auto in AUTO_CLASSES)
-        raise ValueError(f"{name}: architectures={config.architectures!r}: is none that {kinds} make.")
+        raise ValueError(f"{name}: architectures={config.architectures!r}: is not one that {kinds} make.")
     return AutoModelForCausalLM  # of code that comes with the checkpoint
 
 

@@ -72,7 +72,7 @@ class Report:
         promised = [row for row in self.rows if row["status"] in (PASS, FAIL, NOT_RUN)]
         failed = [row["name"] for row in promised if row["status"] == FAIL]
         other = len(self.rows) - len(promised)
-        rest = f"; {other} measured, not promised" if other else ""
+        rest = f"; {other} without a promise" if other else ""
         if failed:
             verdict = f"FAILED: {len(failed)} of {len(promised)} promises do not hold ({', '.join(failed)}){rest}"
         else:

@@ -32,7 +32,8 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
     if value("train_tokens") is not None and (value("max_steps") or -1) > 0:
         refuse(
             "train_tokens",
-            f"sets the length of the run, and so does max_steps={value('max_steps')!r}: make one of them null",
+            f"sets the length of the run, and so does max_steps={value('max_steps')!r}: leave one out"
+            " (train_tokens: null, or max_steps: -1)",
         )
     for name in ("max_steps", "train_tokens"):
         if "num_train_epochs" in given and (value(name) or -1) > 0:
@@ -49,9 +50,9 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
     for name in given:
         if name.startswith("hub_") and value(name):
             refuse(name, "has no effect, as a run uploads nothing; use tnt push when it has ended")
-    for name in ("label_names", "include_for_metrics", "batch_eval_metrics"):
-        if value(name):
-            refuse(name, "has no effect: an evaluation gives eval_loss only, of labels that the data makes")
+    for name, off in (("label_names", None), ("include_for_metrics", []), ("batch_eval_metrics", False)):
+        if value(name) not in (None, off):
+            refuse(name, "is not used: an evaluation gives eval_loss only, of labels that the data makes")
     if value("optim_target_modules"):
         refuse("optim_target_modules", "has no effect: which weights have which optimizer is the recipe's")
     if value("eval_steps") and value("eval_strategy") != "steps":

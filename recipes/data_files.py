@@ -56,8 +56,8 @@ def data_files(folder: Path) -> dict[str, list[Path]]:
         raise ValueError(f"dataset_name={str(folder)!r}: {lost[0]} is a link to a file that is not there")
     if skipped := sorted(found - chosen):
         read, others = ("tables", "texts") if chosen == tables else ("texts", "tables")
-        counts = len(chosen), read, len(skipped), others, skipped[0]
-        log.warning("%s: only its %d %s are read; %d %s are not, the first is %s", folder, *counts)
+        counts = read, len(chosen), others, len(skipped), skipped[0]
+        log.warning("%s: only its %s (%d) are read; its %s (%d) are not, the first is %s", folder, *counts)
     splits: dict[str, list[Path]] = {}
     for path in sorted(chosen, key=lambda path: path.relative_to(folder).as_posix()):
         names = re.findall("[a-z]+", path.name.lower()) if path in tables else []

@@ -163,7 +163,7 @@ def passkey_result(
 def refuse_strange(logits: Tensor, what: str, read: int) -> None:
     """
     Raises:
-        ValueError: logits `[N, T, V]` of which the largest is not a number; names the position, after `read` tokens.
+        ValueError: logits `[N, T, V]` of which the largest is not finite; names the position, after `read` tokens.
     """
     strange = ~(logits < math.inf).all(-1)  # minus infinity is a token that is never written
     if bool(strange.any()):

@@ -94,7 +94,7 @@ class RecipeTrainer(ResumableTrainer):
                 args.n_gpu,
             )
             args._n_gpu = 1  # or Trainer would copy the model to all GPUs in every step (DataParallel)
-        args.logging_nan_inf_filter = False  # it would hide a loss that is not a number
+        args.logging_nan_inf_filter = False  # it would hide a loss that is not finite
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = False  # a search in every step for what is not there
         on_termination, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False  # or Trainer would, in its way
@@ -251,7 +251,7 @@ class RecipeTrainer(ResumableTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _clip_grad_norm(self, model):
-        self._stop_if_not_finite()  # first: clipping by a norm that is not a number spoils every gradient
+        self._stop_if_not_finite()  # first: clipping by a norm that is not finite spoils every gradient
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model, grad_norm=None):

@@ -10,7 +10,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 
 class StopIfNotFinite(TrainerCallback):
-    """Reports every step, and ends a training whose loss or gradient is not a number: `Trainer` itself would go on."""
+    """Reports every step, and ends a training whose loss or gradient is not finite: `Trainer` itself would go on."""
 
     def __init__(self, tell: Callable[[int, int, float], None]):
         self.tell, self.losses = tell, []

@@ -393,7 +393,9 @@ def test_an_architecture_that_cannot_be_made_is_named(tmp_path):
     inject(tiny_host("llama"), OPEN_TNT).save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLM", "LlamaForRanking"))
-    with pytest.raises(ValueError, match=r"architectures=\['LlamaForRanking'\]: is none that AutoModelForCausalLM, "):
+    with pytest.raises(
+        ValueError, match=r"architectures=\['LlamaForRanking'\]: is not one that AutoModelForCausalLM, "
+    ):
         load_injected(tmp_path)
 
 

@@ -193,7 +193,10 @@ def test_a_folder_is_read_as_tables_or_as_texts(tmp_path, caplog):
     write(tmp_path / ".hidden" / "x.jsonl", "broken")
     parquet(tmp_path / "deep" / "a.parquet", text=["table"])
     assert list(read_texts(str(tmp_path))) == ["table"]
-    assert "only its 1 tables are read; 1 texts are not, the first is" in caplog.text and "README.md" in caplog.text
+    assert (
+        "only its tables (1) are read; its texts (1) are not, the first is" in caplog.text
+        and "README.md" in caplog.text
+    )
     write(tmp_path / "code" / "package.json", "{}")
     write(tmp_path / "code" / "main.js", "let x")
     assert list(read_texts(str(tmp_path / "code"))) == ["let x"]

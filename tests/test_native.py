@@ -191,10 +191,10 @@ def test_reasons_are_named_by_native_and_found_by_auto(caplog):
         o = small()
     assert counter.get_total_flops() and torch.equal(o, small(implementation="chunk"))
     assert [x.getMessage() for x in caplog.records] == [
-        "implementation='auto' runs 'chunk' on the CPU: operations of torch are being recorded, and it is none."
+        "implementation='auto' runs 'chunk' on the CPU: operations of torch are being recorded, which C is not."
     ]
     tensors, _, _ = make_inputs(dtype=torch.float32)
-    with pytest.raises(ValueError, match="the memory network has 9 layers, and it up to 8"):
+    with pytest.raises(ValueError, match="the memory network has 9 layers, more than 8"):
         memory_chunkwise(*tensors, [torch.ones(2, 4, 4)] * 9, chunk_size=4, implementation="native")
 
 

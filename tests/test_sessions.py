@@ -160,6 +160,13 @@ def test_sessions_that_do_not_fit(tmp_path):
         lambda x: x.update({f"layers.1.{name}": x[f"layers.1.{name}"][0] for name in ("keys", "values")}),
         lambda x: x.update({f"layers.1.{name}": x[f"layers.1.{name}"][:, :, :-1] for name in ("keys", "values")}),
         lambda x: x.update({f"layers.1.{name}": x[f"layers.1.{name}"][:1] for name in ("keys", "values")}),
+        lambda x: [x.pop(name) for name in [*x] if ".state." in name or ".conv." in name],
+        lambda x: [x.pop(name) for name in [*x] if ".state." in name],
+        lambda x: x.update({name: y[:1] for name, y in x.items() if ".state." in name or ".conv." in name}),
+        lambda x: x.update({name: y + 1 for name, y in x.items() if y.dtype == torch.int64}),
+        lambda x: x.update({name: -y for name, y in x.items() if y.dtype == torch.int64}),
+        lambda x: x.update({name: y.double() for name, y in x.items()}),
+        lambda x: x.update({name: y.long() for name, y in x.items()}),
         lambda x: x.update({"layers.7.keys": torch.zeros(1)}),
         lambda x: x.update({"layers.0.state.0": torch.zeros(2, 3)}),
         lambda x: x.update({"layers.0.state.2": x["layers.0.state.2"][:1]}),
@@ -178,8 +185,18 @@ def test_damaged_sessions_are_refused(damage, tmp_path):
 
 
 HEADERS = {
-    "config": (None, "{", "[]", "{}"),
-    "cumulative_lengths": (None, "[]", "[21]", '["21", "21"]', "[21, null]", "[20, 21]", "[21, 0]"),
+    "config": (None, "{", "[]", "{}", "[" * 100000),
+    "cumulative_lengths": (
+        None,
+        "[]",
+        "[21]",
+        '["21", "21"]',
+        "[21, null]",
+        "[20, 21]",
+        "[21, 0]",
+        '["x", 21]',
+        "[[1], 21]",
+    ),
     "own_positions": ("0",),
 }
 

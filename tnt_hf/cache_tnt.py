@@ -10,6 +10,7 @@ disk, and a check of the chunk sizes it was filled with.
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from os import PathLike
 from typing import Any
 
@@ -299,38 +300,38 @@ class TNTCache(DynamicCache):
         return cache
 
     def _fill(self, tensors: dict[str, Tensor], lengths: list[int | None], config: TNTConfig) -> None:
-        if [type(n) is int for n in lengths] != [hasattr(layer, "cumulative_length") for layer in self.layers]:
+        windows = [hasattr(layer, "cumulative_length") for layer in self.layers]
+        if [type(n) for n in lengths] != [int if window else type(None) for window in windows]:
             raise ValueError(
                 f"session: cumulative_lengths={lengths} must have a number for every layer with a window."
             )
-        shapes, read, counts = {"conv": (), **dict(memory_state_shapes(config))}, {}, []
-        conv, slots = shapes.pop("conv"), list(shapes.values())
+        shapes = dict(memory_state_shapes(config))
+        conv, slots, seen, times = shapes.pop("conv", None), list(shapes.values()), [], []
+
+        def take(name: str, *shape: int | None) -> Tensor:
+            _require(name, tensors.get(name), shape)
+            return tensors.pop(name)
+
         for i, layer in enumerate(self.layers):
-            mine = {name: tensors.pop(f"layers.{i}.{name}", None) for name in ("keys", "values", "conv.0")}
-            keys, values, has_memory = mine["keys"], mine["values"], isinstance(layer, LinearAttentionCacheLayerMixin)
-            if keys is not None or values is not None or lengths[i]:
+            name, has_memory = f"layers.{i}", isinstance(layer, LinearAttentionCacheLayerMixin)
+            if lengths[i] or tensors.keys() & {f"{name}.keys", f"{name}.values"}:
                 counted = config.variant == "lmm" and has_memory  # without attention: keys of no width
                 heads, width = (1, 0) if counted else (config.num_key_value_heads, config.head_dim)
                 held = None if lengths[i] is None else min(lengths[i], config.sliding_window - 1)
-                _require_shape(f"layers.{i}.keys", keys, (None, heads, held, width))
-                _require_shape(f"layers.{i}.values", values, keys.shape)
+                keys = take(f"{name}.keys", None, heads, held, width)
+                values = take(f"{name}.values", *keys.shape)
                 layer.lazy_initialization(keys, values)
                 layer.keys, layer.values = keys, values
-            if lengths[i] is not None:
+            if windows[i]:
                 layer.cumulative_length = lengths[i]
-            counts.append((layer.get_seq_length(), None if keys is None else len(keys)))
-            if f"layers.{i}.state.0" in tensors:
-                states = [tensors.pop(f"layers.{i}.state.{j}", None) for j in range(len(slots))]
-                rows = states[0].shape[:1]
-                for j, (state, shape) in enumerate(zip(states, slots)):
-                    _require_shape(f"layers.{i}.state.{j}", state, (*rows, *shape))
-                if conv:
-                    _require_shape(f"layers.{i}.conv.0", mine["conv.0"], (*rows, *conv))
-                store(layer, mine["conv.0"], states)
-                self.holds_padding |= bool((states[-1] != self.get_seq_length()).any())
-            if has_memory:
-                read[i] = states[-1].tolist() if layer.has_previous_state[0] else None
-            if counts[i] != counts[0] or (has_memory and read[i] != next(iter(read.values()))):
+            rows, count = len(layer.keys) if layer.is_initialized else 0, layer.get_seq_length()
+            if has_memory and count:
+                states = [take(f"{name}.state.{j}", rows, *shape) for j, shape in enumerate(slots)]
+                store(layer, take(f"{name}.conv.0", rows, *conv) if conv else None, states)
+                times.append(states[-1].tolist())
+                self.holds_padding |= times[-1] != rows * [count]
+            seen.append((rows, count))
+            if seen[-1] != seen[0] or times[-1:] != times[:1] or not all(0 <= n <= count for n in sum(times, [])):
                 raise ValueError(f"session: layer {i} has read other tokens than those before it.")
         if tensors:
             raise ValueError(f"session: unknown tensor {min(tensors)!r}.")
@@ -339,21 +340,21 @@ class TNTCache(DynamicCache):
 def _said(header: dict[str, Any], name: str, kind: type) -> Any:
     """Entry `name` of a session's header, which is JSON in its file."""
     value = header.get(name)
-    try:
+    with suppress(ValueError, RecursionError):
         value = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        pass
     if not isinstance(value, kind):
-        raise ValueError(f"session: {name}={value!r} must be a {kind.__name__}.")
+        raise ValueError(f"session: {name}={str(value)[:60]!r} must be a {kind.__name__}.")
     return value
 
 
-def _require_shape(name: str, tensor: Tensor | None, shape: tuple[int | None, ...]) -> None:
-    """`None` in `shape` stands for any size."""
-    found = None if tensor is None else tuple(tensor.shape)
+def _require(name: str, x: Tensor | None, shape: tuple[int | None, ...]) -> None:
+    """A tensor of that shape, where `None` stands for any size: memory times `[B]` are int64, all else is floating."""
+    found = None if x is None else tuple(x.shape)
     if found is None or len(found) != len(shape) or any(n not in (None, m) for n, m in zip(shape, found)):
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise ValueError(f"session: {name} must have shape ({wanted}), the file has {found}.")
+    if not (x.is_floating_point() if x.dim() > 1 else x.dtype == torch.int64):
+        raise ValueError(f"session: {name} must not be {x.dtype}.")
 
 
 def _resize(layer: LinearAttentionCacheLayerMixin, states: list[Tensor | None]) -> None:

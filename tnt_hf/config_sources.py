@@ -46,7 +46,7 @@ def read_fields(source: str) -> dict[str, Any]:
 
 
 def check_fields(source: str, fields: Any) -> None:
-    """Raises ValueError: `fields`, of the model `source`, are no mapping or of a model that is not TNT."""
+    """Raises ValueError: `fields`, of the model `source`, are not a mapping, or of a model other than TNT."""
     if not isinstance(fields, dict):
         raise ValueError(f"{source!r} must hold a mapping of TNTConfig fields, not {type(fields).__name__}")
     if strange := [name for name in fields if not isinstance(name, str)]:

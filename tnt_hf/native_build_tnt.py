@@ -92,11 +92,11 @@ def _unsupported(device: torch.device, weights: list[Tensor], tensors: tuple) ->
     if device.type != "cpu":
         return f"it is for the CPU, and the memory is on {device}"
     if len(weights) > MAX_LAYERS:
-        return f"the memory network has {len(weights)} layers, and it up to {MAX_LAYERS}"
+        return f"the memory network has {len(weights)} layers, more than {MAX_LAYERS}"
     if any(type(x) not in (Tensor, torch.nn.Parameter) for x in (*weights, *tensors) if x is not None):
         return "a tensor is of a class of its own, whose numbers it cannot read"
     if torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
-        return "operations of torch are being recorded, and it is none"
+        return "operations of torch are being recorded, which C is not"
     return unavailable(torch.promote_types(weights[0].dtype, torch.float32))
 
 

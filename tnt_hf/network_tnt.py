@@ -197,8 +197,8 @@ def smooth_norms(x: Tensor) -> Tensor:
     return norms(torch.where(zero[..., None], 1.0, x)).masked_fill(zero, 0.0)
 
 
-def smooth_unit_vectors(x: Tensor) -> Tensor:
-    """`F.normalize(x, dim=-1)` with all derivatives where x is 0, too: a vector without a direction has none to
+def smooth_unit_vectors(x: Tensor, least: float = SMALLEST_NORM) -> Tensor:
+    """`F.normalize(x, dim=-1, eps=least)` with all derivatives where x is 0, too: a vector has no direction there to
     change, and the slope of what `F.normalize` computes there, 1e12, is too much for float32 after a few layers."""
     size = smooth_norms(x)[..., None]
-    return torch.where(size > SMALLEST_NORM, x, x.detach()) / size.clamp_min(SMALLEST_NORM)
+    return torch.where(size > least, x, x.detach()) / size.clamp_min(least)

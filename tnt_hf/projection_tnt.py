@@ -74,7 +74,7 @@ def unit_vectors(x: Tensor) -> Tensor:
 
 class _RunningProjection(torch.autograd.Function):
     """q_t M_t with M_t = M_0 + sum_{i<=t} u_i^T u_i for unit keys u: linear attention with k = v. Backward sums M
-    again: undoing it leaves a rounding error where M was 0, and there the derivative of |q M| is 1e12."""
+    again: undoing it leaves a rounding error where M was 0, which has a direction and a steep one."""
 
     @staticmethod
     def forward(ctx, counts, starts, groups, q, u, M):

@@ -44,7 +44,7 @@ def read_yaml(path: Path, name: str) -> Any:
     except UnicodeDecodeError:
         text = None
     if text is None:
-        raise ValueError(f"{name}={str(path)!r}: is neither JSON nor YAML, for it is not UTF-8 text")
+        raise ValueError(f"{name}={str(path)!r}: is neither JSON nor YAML, for it is not text in UTF-8")
     try:
         return parse_yaml(text)
     except ValueError as error:
@@ -79,7 +79,7 @@ class Integers(argparse.Action):
 
 def accept_fields_after_options(parser: argparse.ArgumentParser, name: str) -> None:
     """`FIELD=VALUE`s anywhere on the command line. `name` is their argument, of which `nargs="*"` takes what stands
-    before the first option only; the rest comes back as unknown. What is no field either ends in an error of this
+    before the first option only; the rest comes back as unknown. What is not a field either ends in an error of this
     parser, not of the one that it is a command of."""
     parse = parser.parse_known_args
 

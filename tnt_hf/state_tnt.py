@@ -49,12 +49,16 @@ class StateLayout(NamedTuple):
         fields = vars(config)  # its attributes are slow to read, and this is asked for with every token
         key = tuple(tuple(x) if isinstance(x, list) else x for x in [fields[name] for name in LAYOUT_FIELDS])
         if (found := LAYOUTS.get(key)) is None:
-            layers, intervals = config.memory_layer_indices, config.memory_projection_intervals
-            sizes = config.memory_depth, config.memory_momentum, config.number_of_conv_states
-            found = cls(layers, config.memory_specs, intervals, *sizes)
+            found = cls._made(config)
             if not torch.compiler.is_compiling():
                 LAYOUTS[key] = found
         return found
+
+    @classmethod
+    def _made(cls, config: TNTConfig) -> "StateLayout":
+        intervals, slots = config.memory_projection_intervals, config.number_of_conv_states
+        found = config.memory_layer_indices, config.memory_specs, intervals, config.memory_depth
+        return cls(*found, config.memory_momentum, slots)
 
 
 class LayerState:

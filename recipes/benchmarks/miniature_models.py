@@ -199,9 +199,7 @@ def run(name: str, seed: int, plan: Plan, rows: Rows, tell) -> dict:
                     more()
                 measure(f"{name}, {kind}", (cut if kind == SWITCHED else len(seen)) * per_row)
     except RuntimeError as error:
-        if "gradient norm" not in str(
-            error
-        ):  # what `train_in_order` says of a loss or a gradient that is not a number
+        if "gradient norm" not in str(error):  # what `train_in_order` says of a loss or a gradient that is not finite
             raise
         result["diverged"] = str(error)
     result["seconds"] = {"wall": time.perf_counter() - start[0], "cpu": time.process_time() - start[1]}

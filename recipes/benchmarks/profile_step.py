@@ -126,7 +126,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    report = {"environment": environment(args.seed), "shape": SHAPE, "tokens": args.tokens, "models": {}}
+    fields = (*SHAPE, "memory_grad_bound", "max_position_embeddings")
+    shape = {name: getattr(MODELS[TRANSFORMER], name) for name in fields}
+    report = {"environment": environment(args.seed), "shape": shape, "tokens": args.tokens, "models": {}}
     steps = {name: training_step(name, args.tokens, args.seed) for name in args.models}
     for name, clocks in take_turns(steps, args.rounds).items():
         seconds = {
