@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     fields = (*SHAPE, "memory_grad_bound", "max_position_embeddings")
-    shape = {name: getattr(MODELS[TRANSFORMER], name) for name in fields}
+    shape = {name: getattr(MODELS["TNT {16}"], name) for name in fields}
     report = {"environment": environment(args.seed), "shape": shape, "tokens": args.tokens, "models": {}}
     steps = {name: training_step(name, args.tokens, args.seed) for name in args.models}
     for name, clocks in take_turns(steps, args.rounds).items():
