@@ -23,6 +23,7 @@ SKIPPED_FOLDERS = {
     "test",
     "tests",
 }
+HELD_OUT = 0.05  # the share of the files the demo does not train on, evaluated on unless asked otherwise
 
 
 @dataclass
@@ -60,7 +61,7 @@ def is_held_out(name: str, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") < share * 2**64
 
 
-def read_corpus(root: str | Path | None = None, held_out: float = 0.05, min_characters: int = 1) -> Corpus:
+def read_corpus(root: str | Path | None = None, held_out: float = HELD_OUT, min_characters: int = 1) -> Corpus:
     """Reads Python source text, from the standard library of the running interpreter unless `root` names a folder.
 
     Raises:

@@ -93,7 +93,8 @@ def evaluate(
 
 
 def _held_out(data: str | Iterable[str], held_out: float | None) -> float:
-    from tnt_hf.recipes.evaluation_model import HELD_OUT, STDLIB
+    from tnt_hf.recipes.corpus import HELD_OUT
+    from tnt_hf.recipes.evaluation_model import STDLIB
 
     return (HELD_OUT if data == STDLIB else 0.0) if held_out is None else held_out
 

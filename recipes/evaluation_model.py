@@ -26,7 +26,7 @@ from tnt_hf.recipes.sources import read_texts
 
 
 TOKENIZER_FILES = ("tokenizer_config.json", *TOKENIZERS)
-STDLIB, HELD_OUT = "python-stdlib", 0.05  # the share of its files that is evaluated on where none is asked for
+STDLIB = "python-stdlib"
 CHARACTERS_PER_TOKEN = 32  # how much of a long text is read to find that many tokens
 
 
