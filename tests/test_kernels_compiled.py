@@ -145,7 +145,7 @@ def case_addresses_are_multiples_of_what_is_read():
     memory = Memory("memory", [Region(0, np.arange(64, dtype=np.uint8))])
     address, warp = np.arange(0, 64, 4, dtype=np.uint64), np.zeros(16, np.int32)
     assert memory.load(address, 4, warp).ravel().tolist() == list(range(64))
-    with pytest.raises(Fault, match="no multiple of 4"):
+    with pytest.raises(Fault, match="not a multiple of 4"):
         memory.load(address[:-1] + np.uint64(2), 4, warp[:-1])
 
 
