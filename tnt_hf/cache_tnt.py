@@ -331,7 +331,7 @@ class TNTCache(DynamicCache):
                 times.append(states[-1].tolist())
                 self.holds_padding |= times[-1] != rows * [count]
             seen.append((rows, count))
-            if seen[-1] != seen[0] or times[-1:] != times[:1] or not all(0 <= n <= count for n in sum(times, [])):
+            if seen[-1] != seen[0] or times[-1:] != times[:1] or not all(0 <= n <= count for n in sum(times[-1:], [])):
                 raise ValueError(f"session: layer {i} has read other tokens than those before it.")
         if tensors:
             raise ValueError(f"session: unknown tensor {min(tensors)!r}.")
