@@ -1,5 +1,6 @@
 """The tasks of `tnt eval` on a model in memory, and what must hold before the first one starts."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,9 +110,12 @@ def as_it_was(model: nn.Module, local_chunk_sizes: int | list[int] | None) -> It
 
 @contextmanager
 def _bar(task: str, total: int, unit: str, shown: bool):
+    """A progress bar on a terminal, elsewhere one line: a log says which task has begun."""
     from tqdm import tqdm
 
     with tqdm(total=total, desc=task.ljust(10), unit=unit, disable=None if shown else True, dynamic_ncols=True) as bar:
+        if shown and bar.disable:
+            print(f"{task}: {total} {unit}{'s' * (total != 1)}", file=sys.stderr, flush=True)
         yield bar.update
 
 

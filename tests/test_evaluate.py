@@ -278,6 +278,11 @@ def test_recall_and_cost_need_no_tokenizer():
         evaluate(llama(), **QUICK)
 
 
+def test_a_log_says_which_task_has_begun(capsys):
+    evaluate(llama(), tasks=["recall", "cost"], **QUICK | {"progress": True})
+    assert capsys.readouterr().err.splitlines() == ["recall: 2 sequences", "cost: 2 contexts"]
+
+
 def test_tasks_that_do_not_apply_are_skipped_with_their_reason(tokenizer):
     results = evaluate(llama(), tokenizer, **{**QUICK, "context": 64})
     assert results["settings"]["tasks"] == ["perplexity", "recall", "cost"]

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from tnt_hf.conversion.families import FAMILIES
 from tnt_hf.conversion.source import check_reachable
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.recipe_file import find_recipe, flatten, packaged_recipes
@@ -58,7 +59,8 @@ def check_fields(source: str, fields: Any) -> None:
             " see tnt_injection in its config.json, or load it with tnt_hf.conversion.load_injected"
         )
     if kind != "tnt":
-        raise ValueError(f"{source!r} has model_type={kind!r}; only 'tnt' can be read")
+        can = "; tnt convert turns it into one" if isinstance(kind, str) and kind in FAMILIES else ""
+        raise ValueError(f"{source!r} has model_type={kind!r}, and tnt info describes TNT models{can}")
 
 
 def fields_of_recipe(source: str, recipe: dict[str, Any]) -> dict[str, Any]:
