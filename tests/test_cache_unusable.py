@@ -133,3 +133,49 @@ def test_behind_padding_that_generate_read_positions_are_needed(persistent, piec
         torch.testing.assert_close(model(**call).logits[:1, -4:], alone, rtol=0, atol=1e-10)
     begun = model(ids[1:, :5], position_ids=torch.arange(5)[None], use_cache=True).past_key_values
     model(ids[1:, 5:], past_key_values=begun)  # given as they are without
+
+
+@pytest.mark.parametrize("T", [3, 1])
+@torch.no_grad()
+def test_behind_padding_that_was_counted_positions_are_counted_on(T):
+    """The other way round; a cache without such padding goes on in `generate`."""
+    model, ids, new = tiny_model(), tokens(2, 9), tokens(2, T, seed=7)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    everything = torch.cat([mask, torch.ones_like(new)], 1)
+    cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    call = {"attention_mask": everything, "past_key_values": cache}
+    with pytest.raises(ValueError, match="position_ids do not count padding, but those of the 9 tokens"):
+        model(new, position_ids=(everything.cumsum(1) - 1)[:, 9:], **call)
+    with pytest.raises(ValueError, match="position_ids do not count padding, but those of the 9 tokens"):
+        model.generate(new, max_new_tokens=2, **call)
+    alone = model(torch.cat([ids, new], 1)[:1, 4:]).logits[:, -T:]
+    torch.testing.assert_close(model(new, **call).logits[:1], alone, rtol=0, atol=1e-10)
+    mask[0] = torch.tensor([1] * 5 + [0] * 4)  # behind the tokens, as of a row that ended: they are where they are
+    cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    everything[:, :9] = mask
+    call = {"attention_mask": everything, "position_ids": (everything.cumsum(1) - 1)[:, 9:], "past_key_values": cache}
+    alone = model(torch.cat([ids[:1, :5], new[:1]], 1)).logits[:, -T:]
+    torch.testing.assert_close(model(new, **call).logits[:1], alone, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_rows_without_padding_go_on_when_those_with_it_are_gone():
+    """`generate` leaves out a mask of ones, which only a cache that holds no padding may do without."""
+    model, ids, new = tiny_model(), tokens(2, 9), tokens(1, 3, seed=9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    cache = TNTCache(model.config)
+    read = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    cache.batch_select_indices(torch.tensor([1]))
+    talk = torch.cat([read[1:], new], 1)
+    settings = {"attention_mask": torch.ones_like(talk), "max_new_tokens": 3, "do_sample": False}
+    assert model.generate(talk, past_key_values=cache, **settings).equal(model.generate(talk, **settings))
+
+
+def test_a_cache_filled_in_inference_mode_starts_over_outside_it():
+    model, ids = tiny_model(), tokens(2, 9)
+    with torch.inference_mode():
+        cache = model(ids, use_cache=True).past_key_values
+    cache.reset()
+    assert model(ids, past_key_values=cache).logits.equal(model(ids, use_cache=True).logits)

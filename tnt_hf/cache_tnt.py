@@ -172,6 +172,8 @@ class TNTCache(DynamicCache):
 
     def reset(self) -> None:
         """Start over."""
+        for layer in self._memory_layers():
+            layer._map_states(torch.zeros_like)  # the library's zeros in place are refused after inference mode
         super().reset()
         self.unusable = None
 
@@ -221,13 +223,11 @@ class TNTCache(DynamicCache):
             return
         _compare(self.fingerprint, new, ignore=("local_chunk_sizes",))
         old_sizes, sizes = self.fingerprint["local_chunk_sizes"], new["local_chunk_sizes"]
+        different = f"local_chunk_sizes: the cache was filled with {old_sizes}, the model has {sizes}"
         if len(old_sizes) != len(sizes):
-            raise ValueError(f"local_chunk_sizes: the cache was filled with {old_sizes}, the model has {sizes}.")
+            raise ValueError(f"{different}.")
         if config.qk_projection == "chunk" and any(layer.has_previous_state[0] for layer in self._memory_layers()):
-            raise ValueError(
-                f"local_chunk_sizes: the cache was filled with {old_sizes}, the model has {sizes}, and"
-                " qk_projection='chunk' depends on it."
-            )
+            raise ValueError(f"{different}, and qk_projection='chunk' depends on it.")
         old_config = _with_chunk_sizes(config, old_sizes)
         names = [name for name, _ in memory_state_shapes(old_config) if name != "conv"]
         wanted = [name for name, _ in memory_state_shapes(config) if name != "conv"]

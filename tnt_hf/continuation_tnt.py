@@ -147,6 +147,9 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
             check_mask(cache, attention_mask, past)
         cache.agreed = past + 1 if length == 1 else 0
     elif attention_mask is None and getattr(cache, "holds_padding", False):
+        if (read := tokens_read(cache)) is not None and bool((read == past).all()):  # rows with padding were left out
+            cache.holds_padding = False
+            return
         raise ValueError(
             f"attention_mask is None or all ones, but some of the {past} tokens in {CACHE_NAME} are padding"
             f" (`generate` feeds rows that have ended padding): pass the mask of all {past + length} tokens."
@@ -154,30 +157,49 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
 
 
 def check_positions(
-    cache: Cache, past: int | Tensor, position_ids: Tensor | None, default: Callable[[], Tensor], valid: Tensor | None
+    cache: Cache,
+    past: int | Tensor,
+    position_ids: Tensor | None,
+    default: Callable[[], Tensor],
+    attention_mask: Tensor | None,
 ) -> None:
     """
     Tokens that follow are placed as those in the cache were.
 
     Args:
-        default: gives the positions of a call without `position_ids`.
-        valid: `[B, T]`, `False` at padding.
+        default: gives the positions of a call without `position_ids`, which count padding.
+        attention_mask: `[B, past + T]`, zero at padding, or of more dimensions, which says nothing here.
 
     Raises:
         ValueError: no `position_ids` behind tokens that were given others than `default()`, as `generate` gives rows
-            that are padded in front: every key would be taken for one further away.
+            that are padded in front; or the other way round, others than `default()` behind padding that was counted.
+            Every key would be taken for one further away or nearer.
     """
     if torch.compiler.is_compiling() or (position_ids is not None and position_ids.is_meta):
         return
-    own = bool(int(past)) and getattr(cache, "own_positions", False)
+    past = int(past)
+    own = bool(past) and getattr(cache, "own_positions", False)
     if own and position_ids is None:
         raise ValueError(
-            f"position_ids is None, but the {int(past)} tokens in {CACHE_NAME} were given positions of their own, as"
+            f"position_ids is None, but the {past} tokens in {CACHE_NAME} were given positions of their own, as"
             " `generate` does with rows that are padded in front: pass those of the new tokens (with `generate`'s,"
             " (attention_mask.cumsum(1) - 1)[:, -T:])."
         )
-    if position_ids is not None and (not int(past) or position_ids.shape[-1] > 1):  # a prompt may come in pieces
-        own = own or differ(position_ids, default(), valid)
+    # a prompt may come in pieces; of a decoding loop the positions are looked at only where they may be wrong
+    counted = bool(past) and not own and getattr(cache, "holds_padding", False)
+    if position_ids is not None and not own and (not past or counted or position_ids.shape[-1] > 1):
+        mask = attention_mask.to(torch.bool) if attention_mask is not None and attention_mask.ndim == 2 else None
+        valid, others = None if mask is None else mask[:, -position_ids.shape[-1] :], default()
+        own = differ(position_ids, others, valid)
+        if own and counted and mask is not None:
+            cached = mask[:, :past]
+            padded = cached.any(1, keepdim=True) & ~cached[:, :1]  # in front of the tokens that it has
+            if differ(position_ids, others, valid & padded):
+                raise ValueError(
+                    f"position_ids do not count padding, but those of the {past} tokens in {CACHE_NAME} do, as in any"
+                    " call without position_ids: leave them out, or fill the cache with"
+                    " position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0), as `generate` does."
+                )
     cache.own_positions = own
 
 
