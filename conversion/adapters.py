@@ -20,7 +20,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
-from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
@@ -183,6 +183,8 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
 def take_out_wrappers(model: nn.Module) -> None:
     """Put the layers that peft wrapped back in their places; `model.delete_adapter` leaves the wrappers there."""
     for name, module in reversed(list(model.named_modules())):  # wrappers may hold adapters
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), TrainableTokensWrapper):
+            continue  # which finds what it wraps through the adapter that it holds
         if isinstance(module, BaseTunerLayer):
             model.set_submodule(name, module.get_base_layer())
         elif isinstance(module, AuxiliaryTrainingWrapper):

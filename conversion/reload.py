@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import nn
 from transformers import (
@@ -45,6 +46,10 @@ HEADS = {
     "TOKEN_CLS": "AutoModelForTokenClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
 }
+# What the libraries raise for a value of another type in config.json and adapter_config.json.
+DAMAGE = (
+    AttributeError, IndexError, KeyError, NotImplementedError, OverflowError, StrictDataclassError, TypeError,
+)  # fmt: skip
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -99,24 +104,25 @@ def load_injected(
             raise ValueError(f"{field}={value!r}: must be a folder or Hub id{', or a model' * (field == 'base')}.")
     if not isinstance(adapter_name, str) or not adapter_name or "." in adapter_name:
         raise ValueError(f"adapter_name={adapter_name!r}: must be a name without a dot, such as 'default'.")
-    if adapter is None:
-        if not isinstance(base, (str, os.PathLike)):
-            raise ValueError(f"adapter=None: needs a folder or Hub id as base, not {type(base).__name__}.")
-        folder = _locate(base, revision)
-        if not (folder / ADAPTER_CONFIG).is_file():
-            return _load_whole(folder, str(base), injection, kwargs)
-        base, adapter = None, base
-    config, settings, folder = _read_adapter(adapter, revision)
-    if injection is not None:
-        _compare(settings or injection.to_dict(), injection.to_dict(), str(adapter), "injection")
-        settings = injection.to_dict()
-    if base is None or isinstance(base, (str, os.PathLike)):
-        model = _load_base(base, config, str(adapter), kwargs)
-    elif kwargs:
-        raise ValueError(f"{', '.join(kwargs)}: only for a base that is loaded here, not a {type(base).__name__}.")
-    else:
-        model = base
-    return _attach(model, config, settings, folder, adapter_name, is_trainable)
+    with _named(str(base if adapter is None else adapter)):
+        if adapter is None:
+            if not isinstance(base, (str, os.PathLike)):
+                raise ValueError(f"adapter=None: needs a folder or Hub id as base, not {type(base).__name__}.")
+            folder = _locate(base, revision)
+            if not (folder / ADAPTER_CONFIG).is_file():
+                return _load_whole(folder, str(base), injection, kwargs)
+            base, adapter = None, base
+        config, settings, folder = _read_adapter(adapter, revision)
+        if injection is not None:
+            _compare(settings or injection.to_dict(), injection.to_dict(), str(adapter), "injection")
+            settings = injection.to_dict()
+        if base is None or isinstance(base, (str, os.PathLike)):
+            model = _load_base(base, config, str(adapter), kwargs)
+        elif kwargs:
+            raise ValueError(f"{', '.join(kwargs)}: only for a base that is loaded here, not a {type(base).__name__}.")
+        else:
+            model = base
+        return _attach(model, config, settings, folder, adapter_name, is_trainable)
 
 
 # -------------------------------------------------------------------------------------------------------- whole models
@@ -154,8 +160,10 @@ def _load_whole(
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"{name}: tensor {missing[0]!r} is missing.")
     inject(model, injection_from_dict(settings))
-    own = {key: tensor for key, tensor in model.state_dict().items() if key.startswith(_memory_names(model))}
-    strange = sorted(set(found["unexpected_keys"]) - set(own))
+    memory = _memory_names(model)
+    own = {key: tensor for key, tensor in model.state_dict().items() if key.startswith(memory)}
+    # What the library does not know of the memory is compared below, under the names in the file: it renames some.
+    strange = sorted(key for key in found["unexpected_keys"] if not key.startswith(memory))
     _check_tensors({key: tuple(x.shape) for key, x in own.items()}, stored, strange, name)
     for path in {x.path for x in stored.values()}:
         with safe_open(path, "pt") as file, torch.no_grad():
@@ -271,7 +279,9 @@ def _attach(
             else:
                 model = (PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel)(host, config, name)
             _check_adapter(model, name, folder)
-            model.load_adapter(str(folder), name, is_trainable=is_trainable, torch_device="cpu")
+            found = model.load_adapter(str(folder), name, is_trainable=is_trainable, torch_device="cpu")
+            if lost := found.unexpected_keys:  # all were expected above, and the library renames some
+                raise ValueError(f"adapter={str(folder)!r}: peft does not find the place of tensor {lost[0]!r}.")
     except Exception:
         if wrapped and name in model.peft_config:
             model.delete_adapter(name)
@@ -327,6 +337,16 @@ def _locate(name: str | os.PathLike, revision: str | None) -> Path:
 
         hf_hub_download(str(name), ADAPTER_WEIGHTS, revision=folder.name)
     return folder
+
+
+@contextmanager
+def _named(name: str):
+    """What a damaged file causes in a library is a `ValueError` that says which folder it is in."""
+    try:
+        yield
+    except DAMAGE as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{name}: cannot be read, {type(error).__name__}: {said}") from error
 
 
 @contextmanager

@@ -114,6 +114,63 @@ def test_lists_are_what_json_gives_back(tmp_path):
     load_injected(tiny_host("llama"), tmp_path, injection=config)
 
 
+def test_what_peft_cannot_place_is_refused(tmp_path):
+    """The library renames the shared experts of some hosts, and LoRA in them would keep its first values."""
+    source, wrapped = tmp_path / "source", tmp_path / "adapter"
+    host = tiny_host("laguna")
+    host.save_pretrained(source)
+    model = get_tptt_model(host, OPEN, lora={"target_modules": "all-linear"})
+    model.save_pretrained(wrapped)
+    with pytest.raises(ValueError, match="peft does not find the place of tensor '.*shared_experts"):
+        load_injected(source, wrapped)
+
+
+def test_parts_of_a_memory_that_the_library_renames_are_found(tmp_path):
+    """As it does with everything in Phi-3.5 MoE that ends in gate.weight."""
+    model = inject(tiny_host("phimoe"), TNTInjectionConfig(memory_gate="mix"))
+    model.save_pretrained(tmp_path)
+    assert logits(load_injected(tmp_path)).equal(logits(model))
+
+
+def test_trained_tokens_come_with_an_adapter_and_go_with_it(tmp_path):
+    source, names = tiny_host("llama"), list(tiny_host("llama").state_dict())
+    before = logits(source)
+    model = get_tptt_model(source, OPEN, lora={"trainable_token_indices": [1, 2]})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * parameter.requires_grad
+    model.save_pretrained(tmp_path)
+    assert logits(load_injected(tiny_host("llama"), tmp_path)).equal(logits(model))
+    assert logits(unload(model)).equal(before)
+    values = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values | {"trainable_token_indices": [1, 2, 3]}))
+    base = tiny_host("llama")
+    with pytest.raises(ValueError, match="trainable_tokens_delta' has shape"):
+        load_injected(base, tmp_path)
+    assert list(base.state_dict()) == names and logits(base).equal(before)
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("adapter_config.json", "rank_pattern", 3),
+        ("adapter_config.json", "bias", True),
+        ("config.json", "vocab_size", "x"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_the_name_of_its_folder(file, field, value, tmp_path):
+    model = inject(tiny_host("llama"), OPEN)
+    if file == "adapter_config.json":
+        model = get_tptt_model(unload(model), OPEN)
+    model.save_pretrained(tmp_path)
+    (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | {field: value}))
+    base = tiny_host("llama")
+    names = list(base.state_dict())
+    with pytest.raises(ValueError, match=f"{tmp_path.name}: cannot be read, "):
+        load_injected(*((base, tmp_path) if file == "adapter_config.json" else (tmp_path,)))
+    assert list(base.state_dict()) == names
+
+
 WRONG = [
     (lambda model: inject(model, OPEN, seed="x"), "seed='x'"),
     (lambda model: inject(model, OPEN, seed=2**70), "seed=1180"),
