@@ -10,6 +10,7 @@ Axis legend
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -243,11 +244,12 @@ def _check_rope(config: PreTrainedConfig, family: Family) -> None:
     if rope is None or not isinstance(rope.get("rope_type"), str):
         raise ValueError(f"rope_parameters={rope!r}: must be one flat dict with a rope_type")
     for name, value in rope.items():
-        for number in value if isinstance(value, list) else [value]:
-            if name in ("rope_type", "type") or number is None or isinstance(number, bool):
-                continue
-            if not isinstance(number, int | float) or not math.isfinite(number):
-                raise ValueError(f"rope_parameters.{name}={value!r}: must be a finite number")
+        if name in ("rope_type", "type") or value is None or isinstance(value, bool):
+            continue
+        many = name in ("short_factor", "long_factor")  # one for every pair of channels
+        if many != isinstance(value, list) or not all(map(_is_finite, value if many else [value])):
+            what = "a list of finite numbers" if many else "a finite number"
+            raise ValueError(f"rope_parameters.{name}={value!r}: must be {what}")
     for name in ("rope_theta", "factor"):
         if rope.get(name) is not None and rope[name] <= 0:
             raise ValueError(f"rope_parameters.{name}={rope[name]!r}: must be positive")
@@ -264,11 +266,20 @@ def _check_rope(config: PreTrainedConfig, family: Family) -> None:
             raise ValueError(f"{where}partial_rotary_factor={factor!r}: {config.model_type} rotates all channels")
 
 
+def _is_finite(number: Any) -> bool:
+    # Compared, because an integer beyond every float cannot be converted.
+    return isinstance(number, int | float) and not isinstance(number, bool) and abs(number) <= sys.float_info.max
+
+
 def _attention(base: dict[str, Any], window: int | None, full_layers: list[int] | None) -> dict[str, Any]:
     """`sliding_window` and `layer_types`: the source's, or narrowed to `window` outside `full_layers`, and a note that
     they are."""
     count, own = base["num_hidden_layers"], base["sliding_window"]
     types = base.get("layer_types") or ["full_attention" if own is None else "sliding_attention"] * count
+    if own is None and (sliding := [i for i, kind in enumerate(types) if kind == "sliding_attention"]):
+        raise ValueError(
+            f"sliding_window=None: layers {sliding} of the source are 'sliding_attention', which needs one"
+        )
     if window is None:
         if full_layers is not None:
             raise ValueError(f"full_attention_layers={full_layers!r}: needs a window for the other layers")

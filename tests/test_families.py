@@ -1,6 +1,7 @@
 """A family's row: every field of a source configuration is translated, known to be harmless, or refused."""
 
 import math
+import re
 
 import pytest
 from checkpoints import CASES, FUSED, LONGROPE, SIZES, source_model
@@ -128,6 +129,36 @@ def test_a_partial_rotary_factor_counts_wherever_it_stands(model_type, factor):
             continue
         with pytest.raises(ValueError, match=f"partial_rotary_factor=0.5: {model_type} rotates all channels"):
             tnt_config(config)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    "rope, message",
+    [
+        (LINEAR | {"factor": [2.0]}, "factor=[2.0]: must be a finite number"),
+        (LINEAR | {"rope_theta": [1e4]}, "rope_theta=[10000.0]: must be a finite number"),
+        (LINEAR | {"rope_theta": 10**400}, "rope_theta=1000"),
+        (LINEAR | {"partial_rotary_factor": [1]}, "partial_rotary_factor=[1]: must be a finite number"),
+        (LINEAR | {"long_factor": 2.0}, "long_factor=2.0: must be a list of finite numbers"),
+        (LONGROPE | {"short_factor": [None] * 4}, "short_factor=[None, None, None, None]: must be a list of finite"),
+        (LONGROPE | {"long_factor": [1.0, 2.0, True, 4.0]}, "long_factor=[1.0, 2.0, True, 4.0]: must be a list"),
+    ],
+    ids=lambda x: x[:30] if isinstance(x, str) else "",
+)
+def test_numbers_of_which_no_frequencies_can_be_made(rope, message):
+    with pytest.raises(ValueError, match=re.escape(f"rope_parameters.{message}")):
+        tnt_config(source_config(rope_parameters=rope))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_sliding_layers_without_a_window(model_type, window):
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    config = source_config(model_type, use_sliding_window=False, sliding_window=5, layer_types=types)
+    with pytest.raises(ValueError, match=r"sliding_window=None: layers \[1, 2\] of the source"):
+        tnt_config(config, window=window)
 
 
 def test_unsupported_architectures_list_the_supported():
