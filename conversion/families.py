@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -176,6 +177,13 @@ def read_source_config(fields: dict[str, Any]) -> PreTrainedConfig:
         value = fields.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
             raise ValueError(f"{name}={value!r}: must be an integer from 1 to {most}")
+    for name in ("dtype", "torch_dtype"):
+        value = fields.get(name)
+        if value is not None and not (isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)):
+            raise ValueError(f"{name}={value!r}: must be the name of a torch dtype, such as 'bfloat16'")
+    types = fields.get("layer_types")
+    if types is not None and not (isinstance(types, list) and all(isinstance(kind, str) for kind in types)):
+        raise ValueError(f"layer_types={types!r}: must be a list of names, one a layer")
     try:
         return CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields))
     except Exception as error:  # strict configurations raise a handful of unrelated types for a bad value

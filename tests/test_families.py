@@ -131,6 +131,20 @@ def test_a_partial_rotary_factor_counts_wherever_it_stands(model_type, factor):
             tnt_config(config)
 
 
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", [[], ["a"], math.nan, "x", "nn", {}, 3])
+def test_a_dtype_that_is_none(field, value):
+    with pytest.raises(ValueError, match=re.escape(f"{field}={value!r}: must be the name of a torch dtype")):
+        read_source_config({"model_type": "llama", **SIZES, field: value})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("value", [3, True, "full_attention", [["full_attention"]] * 3])
+def test_layer_types_that_are_none(model_type, value):
+    with pytest.raises(ValueError, match=re.escape(f"layer_types={value!r}: must be a list of names")):
+        read_source_config({"model_type": model_type, **SIZES, "layer_types": value})
+
+
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 
 
