@@ -215,7 +215,7 @@ def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None 
     Freeze what is not to learn. Returns `model`, wrapped by peft for `"lora"`.
 
     Raises:
-        ValueError: nothing would learn: the model has no (local) memory.
+        ValueError: nothing would learn: the model has no (local) memory; `lora` has a setting that peft cannot use.
     """
     if trainable == "lora":
         if hasattr(model, "peft_config"):
@@ -226,13 +226,13 @@ def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None 
             return model
         from peft import get_peft_model
 
-        try:
-            settings = lora_config(model, **(lora or {}))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"lora={lora!r}: {error}" if lora else str(error)) from error
         if Path(model.name_or_path).is_dir():  # the adapter names its base, which no other folder is to be taken for
             model.name_or_path = str(Path(model.name_or_path).resolve())
-        return get_peft_model(model, settings)
+        try:
+            return get_peft_model(model, lora_config(model, **(lora or {})))
+        except Exception as error:  # peft checks few of its settings, the others fail wherever it uses them
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"lora={lora!r}: {said}" if lora else said) from error
     if hasattr(model, "peft_config"):
         raise ValueError(f"trainable={trainable!r}: the model is an adapter, which needs trainable='lora'")
     if trainable == "local_memories":

@@ -34,6 +34,8 @@ NEW = f"--tokenizer_vocab_size 257 --max_position_embeddings 64 --learning_rate 
 COMMON = "--sequence_length 48 --per_device_train_batch_size 4 --use_cpu --report_to none --save_strategy no"
 COMMON += " --logging_steps 1 --disable_tqdm true --plots false --memory_logging_steps 0"
 
+LORA = "--model teacher --inject.operator delta_rule --trainable lora"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -427,7 +429,12 @@ def test_a_folder_of_something_else_is_left_alone(folder, capsys):
             "--mode sft --model teacher --dataset_name talk.jsonl --mag_schedule.mode never",
             "mag_schedule={'mode': 'never'}: ",
         ),
-        ("--model teacher --inject.operator delta_rule --trainable lora --lora.rank 3", "lora={'rank': 3}: "),
+        (f"{LORA} --lora.rank 3", "lora={'rank': 3}: "),
+        (f"{LORA} --lora.r 1{'0' * 30}", "lora={'r': 1000000000000000000000000000000}: "),
+        (f"{LORA} --lora.bias true", "lora={'bias': True}: "),
+        (f"{LORA} --lora.bias x", "lora={'bias': 'x'}: "),
+        (f"{LORA} --lora.rank_pattern null", "lora={'rank_pattern': None}: "),
+        (f"{LORA} --lora.init_lora_weights 3", "lora={'init_lora_weights': 3}: "),
         (
             "--model teacher --dataset_name text --eval_dataset_name none.txt",
             "eval_dataset_name='none.txt', eval_split='train': ",
