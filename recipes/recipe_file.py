@@ -152,7 +152,8 @@ def read_recipe(arguments: list[str]) -> Recipe:
     parser = HfArgumentParser((ModelArguments, DataArguments, RunArguments, TrainingArguments))
     try:
         return Recipe(*parser.parse_dict(training | given), given=given, name=name)
-    except (ImportError, KeyError, RuntimeError, TypeError) as error:  # it looks for packages, devices and entries
+    # it looks for packages, devices and entries, and computes with numbers
+    except (ImportError, KeyError, OverflowError, RuntimeError, TypeError) as error:
         raise ValueError(f"TrainingArguments: {type(error).__name__}: {error}") from error
 
 
@@ -349,6 +350,8 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     if enums and value is not None:  # the library also takes any string there, and fails later
         kinds = tuple(kind for kind in kinds if kind is not str)
     if any(_fits(value, kind) for kind in kinds):
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:  # which nothing that computes with it takes
+            raise ValueError(f"{name}={value!r}: must be an integer of 64 bits")
         return value
     if isinstance(raw, Text) and str in kinds:
         return str(raw)

@@ -167,6 +167,9 @@ INVALID = [
     *[{"memory_gate_init": 0.5, "memory_gate": "product"}, {"memory_gate_init": 1.5, "memory_gate": "mix"}],
     *[{"memory_gate_init": 1e300}, {"memory_gate_init": math.nan}, {"num_persistent_tokens": 1, "variant": "lmm"}],
     *[{"memory_train_chunk_sizes": [8]}],
+    # integers that torch cannot take
+    *[{name: 10**30} for name in ("rms_norm_eps", "initializer_range", "memory_gate_init", "memory_grad_bound")],
+    *[{name: 10**400} for name in ("memory_expansion", "memory_max_lr")],
 ]
 
 
@@ -187,7 +190,7 @@ def test_invalid_values_name_the_field_and_the_value(changes):
 
 @pytest.mark.parametrize(
     "name, value",
-    [(name, value) for name in ("rope_theta", "factor") for value in (0, -5.0, "1e4", True, math.inf)]
+    [(name, value) for name in ("rope_theta", "factor") for value in (0, -5.0, "1e4", True, math.inf, 10**30)]
     + [("rope_theta", None)],
 )
 def test_numbers_of_rope_are_checked_before_it_is_computed(name, value):

@@ -175,6 +175,7 @@ def test_values_take_the_type_of_their_field():
     assert recipe.training.run_name == "2026" and recipe.run.train_tokens == 10**6
     assert recipe.data.packing is False and recipe.training.bf16 is True and recipe.data.eval_share == 0
     assert recipe.training.lr_scheduler_type == "cosine"
+    assert read("--run_name", "2026" * 9).training.run_name == "2026" * 9
     assert read("--report_to", "tensorboard", "wandb").training.report_to == ["tensorboard", "wandb"]
     assert read("--optim", "adamw_torch").training.optim == "adamw_torch"
 
@@ -240,6 +241,10 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
         ("--learning_rate abc", "learning_rate='abc': must be a number"),
         ("--learning_rate .nan", "learning_rate=nan: must be finite"),
         ("--learning_rate .inf", "learning_rate=inf: must be finite"),
+        (f"--ddp_timeout {10**30}", f"ddp_timeout={10**30}: must be an integer of 64 bits"),
+        (f"--ddp_timeout {10**15}", "TrainingArguments: OverflowError: "),
+        (f"--learning_rate {10**400}", "learning_rate=1000"),
+        ("--train_tokens 1e30", "train_tokens=1000"),
         ("--learning_rate -1", "learning_rate=-1: must be at least 0"),
         ("--memory_learning_rate -1e-3", "memory_learning_rate=-0.001: must be at least 0"),
         ("--sequence_length 1.5", "sequence_length=1.5: must be an integer"),

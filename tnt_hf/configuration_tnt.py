@@ -260,9 +260,9 @@ class TNTConfig(PreTrainedConfig):
                     self._fail(name, f"must be an integer of at least {least} and below 2^63")
         rope = {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ROPE_NUMBERS}
         for name, x in ({name: getattr(self, name) for name in POSITIVE} | rope).items():
-            wrong = isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < math.inf
+            wrong = x is True or not isinstance(x, (int, float)) or not 0 < x < (math.inf, 1 << 63)[isinstance(x, int)]
             if wrong and (x is not None or "theta" in name):  # what else is None the library knows how to find
-                self._fail(name, "must be positive and finite", x)
+                self._fail(name, "must be positive and finite, integers below 2^63", x)
         if not 0 <= self.attention_dropout < 1:
             self._fail("attention_dropout", "must be in [0, 1)")
         layers = self.memory_layers or []
@@ -324,8 +324,8 @@ class TNTConfig(PreTrainedConfig):
             self._fail("memory_gate", f"joins memory and attention, which variant={self.variant!r} does not")
         if gate in ("product", "published") and start is not None:
             self._fail("memory_gate_init", f"has no meaning for memory_gate={gate!r}")
-        if start is not None and not (abs(start) < 1e38 and (gate == "add" or 0 <= start <= 1)):
-            self._fail("memory_gate_init", "must be finite (in float32), and in [0, 1] for 'mix'")
+        if start is not None and not (abs(start) < 1 << 63 and (gate == "add" or 0 <= start <= 1)):
+            self._fail("memory_gate_init", "must be between -2^63 and 2^63, and in [0, 1] for 'mix'")
         if self.memory_projections == "shared" and (gate == "product" or start == 0):
             zero = f"TNTConfig.memory_projections='shared' with memory_gate={gate!r} starting at zero"
             warnings.warn(f"{zero}: trained from scratch such a memory hardly wakes, unlike with 'own'.", stacklevel=2)
