@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tnt_hf.configuration_tnt import TNTConfig
+from tnt_hf.conversion.source import has_tokenizer
 
 
 MAX_TOKENS = 16_384
@@ -60,18 +61,21 @@ def measure_window(
         `sensitivity.window_errors` and, if `choosing`, `sensitivity.loss_increases`, a number per layer each.
 
     Raises:
-        ValueError: the source has no tokenizer, or the window hides nothing that matters to a prediction in the text.
+        ValueError: the source has no tokenizer that can be loaded, or the window hides nothing that matters to a
+            prediction in the text.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tnt_hf.conversion.sensitivity import loss_increases, print_progress, segments, window_errors
 
+    if not has_tokenizer(folder):
+        raise ValueError(f"probe: {folder} has no tokenizer to read a text with")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"probe: {folder} has no tokenizer to read a text with ({reason})") from error
+        raise ValueError(f"probe: {folder} has a tokenizer that cannot be loaded ({reason})") from error
     ids = tokenizer(read_text(probe), return_tensors="pt", verbose=False)["input_ids"][:, :MAX_TOKENS]
     if ids.shape[1] <= window + 1:  # the first token that the window narrows has to predict another
         taken = "" if is_file(probe) else f" ({probe_name(probe)!r} is not a file, so it is the text)"

@@ -176,6 +176,11 @@ def read_source(folder: Path, name: str | None = None) -> Source:
     return Source(folder, name or str(folder), fields, shards, tensors, _companions(folder))
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has files of a tokenizer; for some architectures the library makes an empty one of none."""
+    return any((folder / name).exists() for name in TOKENIZERS)
+
+
 def inside(folder: Path, name: str) -> Path:
     """
     The resolved path of the regular file `name` of a folder. A link may lead out of it only as the Hub's cache has it:

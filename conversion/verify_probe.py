@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .probe import is_file, read_text
-from .source import TOKENIZERS
+from .source import has_tokenizer
 
 
 FEWEST = 16  # tokens that the checks need
@@ -38,7 +38,7 @@ def probe_ids(folder: Path, text: str | None, length: int, vocabulary: int, seed
         raise ValueError(f"seed={seed!r}: must be an integer of 0 to {2**63 - 1}")
     generator = torch.Generator().manual_seed(seed)
     random_ids = torch.randint(vocabulary, (2, length), generator=generator)
-    if not any((folder / name).exists() for name in TOKENIZERS):
+    if not has_tokenizer(folder):
         if text is not None:
             raise ValueError(f"text={text[:40]!r}: the source has no tokenizer to read it with")
         return random_ids[:1], random_ids[1:], "random ids (the source has no tokenizer)"

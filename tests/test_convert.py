@@ -216,6 +216,13 @@ def test_the_start_is_that_of_the_model_and_depends_on_the_seed_only(tmp_path):
     torch.testing.assert_close(taps, torch.tensor([0.0, 0, 0, 1]), rtol=0, atol=0.1)  # the newest token as it is
 
 
+@pytest.mark.parametrize("case", ["llama", "mistral, window", "qwen2", "qwen3", "phi3"])
+def test_a_probe_needs_a_tokenizer(tmp_path, case):
+    """For some of them the library makes an empty one where there is none."""
+    with pytest.raises(ValueError, match="probe: .*source has no tokenizer to read a text with"):
+        convert(tmp_path, case, window=3, probe="a text")
+
+
 @pytest.mark.parametrize("gate", ["add", "mix"])
 def test_the_precision_of_the_memory(tmp_path, gate):
     _, result = convert(tmp_path, dtype=torch.bfloat16, memory_gate=gate)
