@@ -252,7 +252,8 @@ def _check_rope(config: PreTrainedConfig, family: Family) -> None:
     if rope is None or not isinstance(rope.get("rope_type"), str):
         raise ValueError(f"rope_parameters={rope!r}: must be one flat dict with a rope_type")
     for name, value in rope.items():
-        if name in ("rope_type", "type") or value is None or isinstance(value, bool):
+        # the sections are of pictures, and a text model that was taken out of a model with them does not read them
+        if name in ("rope_type", "type", "mrope_section") or value is None or isinstance(value, bool):
             continue
         many = name in ("short_factor", "long_factor")  # one for every pair of channels
         if many != isinstance(value, list) or not all(map(_is_finite, value if many else [value])):

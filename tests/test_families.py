@@ -166,6 +166,11 @@ def test_numbers_of_which_no_frequencies_can_be_made(rope, message):
         tnt_config(source_config(rope_parameters=rope))
 
 
+def test_sections_of_pictures_mean_nothing_to_a_text_model():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    assert tnt_config(source_config("qwen2", rope_parameters=rope)).rope_parameters["rope_theta"] == 1e4
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_sliding_layers_without_a_window(model_type, window):

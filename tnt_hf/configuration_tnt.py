@@ -260,7 +260,7 @@ class TNTConfig(PreTrainedConfig):
                     self._fail(name, f"must be an integer of at least {least} and below 2^63")
         rope = {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ROPE_NUMBERS}
         for name, x in ({name: getattr(self, name) for name in POSITIVE} | rope).items():
-            wrong = x is True or not isinstance(x, (int, float)) or not 0 < x < (math.inf, 1 << 63)[isinstance(x, int)]
+            wrong = x is True or not isinstance(x, int | float) or not 0 < x < (2**63 if type(x) is int else math.inf)
             if wrong and (x is not None or "theta" in name):  # what else is None the library knows how to find
                 self._fail(name, "must be positive and finite, integers below 2^63", x)
         if not 0 <= self.attention_dropout < 1:
