@@ -2,12 +2,14 @@
 
 A store is a folder named by a digest of the data, the tokenizer and the settings, below the cache of `datasets`
 (HF_DATASETS_CACHE). It appears complete or not at all; of processes that want the same one, one makes it and the
-others wait. Writing needs the memory of a few documents and no more.
+others wait. One that was damaged is made anew. Writing needs the memory of a few documents and no more.
 
 Axis legend: N tokens   D documents
 """
 
+import hashlib
 import json
+import logging
 import os
 import shutil
 from array import array
@@ -18,12 +20,18 @@ from pathlib import Path
 
 import numpy as np
 
+from tnt_hf.conversion.files import write_text
 from tnt_hf.recipes.encoding import Encoded
 from tnt_hf.recipes.sources import Document
 
 
+logger = logging.getLogger(__name__)
+
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 256, 1 << 22
-FORMAT = "tnt-tokens-1"
+FORMAT = "tnt-tokens-2"
+SEAL = "sha256"  # the file that is written last: the digest of those below, see `_digest`
+READ_WHOLE, SAMPLED = ("facts.json", "starts.npy"), ("tokens.bin", "scored.bin")
+PIECES, PIECE = 256, 1 << 18  # of a sampled file: at least so many, of so many bytes
 
 
 @dataclass
@@ -73,9 +81,15 @@ class TokenStore:
     Attributes:
         tokens: `[N]` unsigned integers. scored: `[N]` bool or `None` if all are. starts: `[D + 1]` int64, where each
             document begins in `tokens`; its last entry is N. counts: what [`Counts`] says.
+
+    Raises:
+        ValueError: the files are not those that were written.
     """
 
     def __init__(self, folder: Path):
+        seal = folder / SEAL
+        if not seal.is_file() or seal.read_bytes() != _digest(folder).encode():
+            raise ValueError(f"{folder}: is damaged, its files are not those that were written; delete it")
         facts = json.loads((folder / "facts.json").read_text())
         self.counts, size = facts["counts"], facts["tokens"]
         self.starts = np.load(folder / "starts.npy", mmap_mode="r")
@@ -96,9 +110,26 @@ class TokenStore:
 
 
 def _mapped(path: Path, dtype: str, size: int) -> np.ndarray:
-    if path.stat().st_size != size * np.dtype(dtype).itemsize:
-        raise ValueError(f"{path}: has {path.stat().st_size} bytes, not those of {size} tokens: delete {path.parent}")
     return np.memmap(path, dtype, "r", shape=(size,)) if size else np.empty(0, dtype)
+
+
+def _digest(folder: Path) -> str:
+    """SHA-256 of the names and sizes of a store's files, and of their bytes or pieces of them."""
+    # To read many GB of tokens at every start of every process would take minutes. So of files above 64 MiB that
+    # have some bytes for every token pieces are read, at equal distances and the last: enough to find another file,
+    # one cut short and any damage longer than a 256th of it. What decides where a row begins is read as a whole.
+    digest = hashlib.sha256()
+    for name in (*READ_WHOLE, *SAMPLED):
+        path = folder / name
+        if path.is_file():
+            size = path.stat().st_size
+            step = max(PIECE, size // PIECES) if name in SAMPLED else PIECE
+            digest.update(f"{name} {size}\n".encode())
+            with path.open("rb") as file:
+                for start in (*range(0, size, step), max(size - PIECE, 0)):
+                    file.seek(start)
+                    digest.update(file.read(PIECE))
+    return digest.hexdigest()
 
 
 class StoreWriter:
@@ -128,26 +159,35 @@ class StoreWriter:
             file.flush()
             os.fsync(file.fileno())
             file.close()
+        write_text(self.folder / SEAL, _digest(self.folder))
 
 
-def cached_store(digest: str, write: Callable[[Path], None]) -> Path:
+def cached_store(digest: str, part: str, write: Callable[[Path], None]) -> TokenStore:
     """
-    The folder of the store named by `digest`, made by `write(folder)` unless it is there.
+    The store in the folder `part` of the one named by `digest`, made by `write(folder)` unless it is there, intact.
 
     `write` gets a temporary folder that does not exist; where it fails, nothing is left behind.
+
+    Raises:
+        OSError: the folder cannot be made, or not be deleted where it is damaged.
     """
     import datasets
     from filelock import FileLock
 
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "tnt-hf" / digest
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            temporary = folder.with_name(f"{digest}.incomplete")
-            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    with FileLock(f"{folder}.lock"):  # also while it is opened: nobody opens what another one finds damaged
+        if folder.is_dir():
             try:
-                write(temporary)
-                os.replace(temporary, folder)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-    return folder
+                return TokenStore(folder / part)
+            except ValueError:
+                logger.warning("%s is damaged: it is deleted, and the documents are tokenised again", folder / part)
+                shutil.rmtree(folder)
+        temporary = folder.with_name(f"{digest}.incomplete")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+        try:
+            write(temporary)
+            os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return TokenStore(folder / part)

@@ -166,7 +166,7 @@ class _Preparation:
                     writer.close()
             source.check_unchanged()
 
-        return TokenStore(cached_store(digest, write) / ("held_out" if held_out else "train"))
+        return cached_store(digest, "held_out" if held_out else "train", write)
 
     def evaluation(self, train_source, mode: str) -> Dataset | list | None:
         """At most `eval_rows` rows: the first of a stream, otherwise ones that are spread over the held-out part."""

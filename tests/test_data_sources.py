@@ -24,7 +24,7 @@ from tnt_hf.recipes.file_formats import records
 from tnt_hf.recipes.models import new_model
 from tnt_hf.recipes.packing import IGNORED
 from tnt_hf.recipes.sources import read_texts
-from tnt_hf.recipes.token_store import cached_store
+from tnt_hf.recipes.token_store import StoreWriter, cached_store
 from tnt_hf.recipes.training_data import build_datasets, training_texts
 
 
@@ -352,28 +352,56 @@ def test_a_call_of_the_tokenizer_does_not_change_its_digest(tokenizer):
     assert tokenizer_digest(tokenizer) == before
 
 
-def test_what_a_killed_process_left_is_removed(cache):
-    left = cache / "tnt-hf" / "digest.incomplete"
-    write(left / "tokens.bin", "half")
-    folder = cached_store("digest", lambda folder: folder.mkdir())
-    assert list(folder.iterdir()) == [] and not left.exists()
-
-
 def slow_write(folder):
     folder.mkdir()
+    StoreWriter(folder / "train", 300, with_mask=False).close()
     (folder.parent / f"made by {os.getpid()}").touch()
     time.sleep(0.3)
 
 
-def test_of_two_processes_one_makes_the_store(cache):
+def test_what_a_killed_process_left_is_removed(cache):
+    left = cache / "tnt-hf" / "digest.incomplete"
+    write(left / "tokens.bin", "half")
+    folder = cached_store("digest", "train", slow_write).folder
+    assert folder == cache / "tnt-hf" / "digest" / "train" and not left.exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_of_two_processes_one_makes_the_store(cache, damaged):
+    if damaged:
+        write(cache / "tnt-hf" / "digest" / "train" / "tokens.bin", "damaged")
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=cached_store, args=("digest", slow_write)) for _ in range(2)]
+    processes = [fork.Process(target=cached_store, args=("digest", "train", slow_write)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(30)
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(list((cache / "tnt-hf").glob("made by *"))) == 1 and (cache / "tnt-hf" / "digest").is_dir()
+
+
+@pytest.mark.parametrize("part", ["train", "held_out"])
+@pytest.mark.parametrize("name", ["facts.json", "starts.npy", "tokens.bin", "scored.bin", "sha256"])
+def test_a_damaged_store_is_made_anew(tmp_path, cache, caplog, part, name):
+    tokenizer = train_tokenizer(["bytes"], 257)
+    tokenizer.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    said = [{"messages": [{"role": "assistant", "content": f"Satz {i}, der lang genug ist"}]} for i in range(9)]
+    path = write(tmp_path / "a.jsonl", jsonl(said))
+
+    def rows():
+        found = build(tokenizer, path, "sft", eval_share=0.5, sequence_length=64)
+        return [{x: row[x].tolist() for x in row} for rows in (found.train, found.eval) for row in rows]
+
+    expected = rows()
+    [file] = cache.glob(f"tnt-hf/*/{part}/{name}")
+    good = file.read_bytes()
+    for content in (good[: len(good) // 2], bytes(len(good)), b"\xff" * len(good), b"", None):
+        file.unlink() if content is None else file.write_bytes(content)
+        caplog.clear()
+        assert rows() == expected and file.read_bytes() == good
+        assert f"{file.parent} is damaged: it is deleted, and the documents are tokenised again" in caplog.text
+    caplog.clear()
+    assert rows() == expected and not caplog.text
 
 
 def test_a_store_that_fails_leaves_nothing_behind(cache, tmp_path, tokenizer):

@@ -1,5 +1,7 @@
 """Rows of documents: every token once, documents kept apart by positions and labels, rows by number as planned."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,7 @@ from tnt_hf.recipes.packing import (
     whole_rows,
 )
 from tnt_hf.recipes.row_datasets import stored_rows
-from tnt_hf.recipes.token_store import StoreWriter, TokenStore
+from tnt_hf.recipes.token_store import PIECE, PIECES, StoreWriter, TokenStore, _digest
 
 
 LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=60)
@@ -142,11 +144,29 @@ def test_a_store_has_room_for_the_last_token_of_a_vocabulary(vocabulary, size, t
     assert tokens.tolist() == [0, vocabulary - 1] and tokens.itemsize == size
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "scored.bin"])
+@pytest.mark.parametrize("place", [0, 3 * PIECES * PIECE // 2, -1])
+def test_a_store_too_large_to_be_read_whole_is_told_from_a_damaged_one(tmp_path, name, place):
+    """The sizes, the first and the last byte, and damage as long as the distance of two pieces, wherever it is."""
+    (tmp_path / "store").mkdir()
+    for file in ("tokens.bin", "scored.bin"):
+        with (tmp_path / "store" / file).open("wb") as new:
+            new.truncate(3 * PIECES * PIECE)
+    before = _digest(tmp_path / "store")
+    with (tmp_path / "store" / name).open("r+b") as file:
+        file.seek(place, os.SEEK_END if place < 0 else os.SEEK_SET)
+        file.write(b"1" * (3 * PIECE if place > 0 else 1))
+    damaged = _digest(tmp_path / "store")
+    assert damaged != before
+    os.truncate(tmp_path / "store" / name, 3 * PIECES * PIECE + 1)
+    assert _digest(tmp_path / "store") not in (before, damaged)
+
+
 def test_a_store_cut_short_is_not_read(tmp_path):
     store = store_of(tmp_path, documents([5, 6]))
     with (store.folder / "tokens.bin").open("r+b") as file:
         file.truncate(8)
-    with pytest.raises(ValueError, match=r"tokens.bin: has 8 bytes, not those of 11 tokens"):
+    with pytest.raises(ValueError, match=r"store: is damaged, its files are not those that were written; delete it"):
         TokenStore(store.folder)
 
 
