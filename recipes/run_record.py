@@ -1,16 +1,38 @@
 """`training.json`: what a finished run was, from which its model card and its continuations are made."""
 
 import math
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tnt_hf.conversion.files import write_json
+from tnt_hf.conversion.source import INDEX, SINGLE, read_index
 from tnt_hf.recipes.environment import command_line, environment
 
 
 RECORD = "training.json"
 FORMAT = "tnt-training-1"
+
+
+def lacking(folder: Path) -> str | None:
+    """What `folder` lacks of the results of a run that has ended, in one line; `None` if nothing. Of weights the
+    headers are read, which tell the sizes."""
+    if not (folder / RECORD).is_file():
+        return f"{RECORD} is missing"
+    paths = set(folder.glob("*.safetensors"))
+    try:
+        if (folder / INDEX).is_file() and folder / SINGLE not in paths:  # which is read first
+            paths |= {folder / name for name in read_index(folder / INDEX).values()}
+        for path in sorted(paths):
+            with safe_open(path, framework="numpy"):  # of any dtype, where `read_header` knows those we convert
+                pass
+    except ValueError as error:
+        return str(error)
+    except (OSError, SafetensorError) as error:
+        return f"{path.name} cannot be read ({error})"
+    return None if paths else "the weights are missing"
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:

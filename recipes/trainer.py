@@ -30,7 +30,7 @@ from tnt_hf.recipes.objectives import next_token, next_token_sums
 from tnt_hf.recipes.optimization import try_optimizer
 from tnt_hf.recipes.packing import FILLER
 from tnt_hf.recipes.preemption import CheckpointOnTermination
-from tnt_hf.recipes.run_record import RECORD, count_parameters, write_run_record
+from tnt_hf.recipes.run_record import RECORD, count_parameters, lacking, write_run_record
 from tnt_hf.recipes.training_plots import draw_plots
 
 
@@ -163,8 +163,11 @@ class RecipeTrainer(ResumableTrainer):
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # no autocast from here on
         if (final := finished(model)) is not model:
             self.model = self.model_wrapped = final
-        if self.had_ended and (self.folder / RECORD).is_file() and any(self.folder.glob("*.safetensors")):
-            return metrics  # all of this was saved before; on a full disk, to save it again would lose it
+        if self.had_ended:
+            if (why := lacking(self.folder)) is None:
+                return metrics  # all of this was saved before; on a full disk, to save it again would lose it
+            if self.is_world_process_zero():
+                logger.warning("The results in %s are written again, from %s: %s", self.folder, self._resumed, why)
         with self.saving(self.folder):
             if self.args.should_save:
                 (self.folder / RECORD).unlink(missing_ok=True)  # written last, it says that all of this is one run

@@ -350,6 +350,23 @@ def test_a_run_that_has_ended_and_has_its_results_writes_none_of_them(copy):
     assert times == {path: path.stat().st_mtime_ns for path in times}
 
 
+@pytest.mark.parametrize("left", [None, 0, 7, 1000])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_damaged_results_of_a_run_that_has_ended_are_written_again(copy, caplog, left, sharded):
+    path, expected = copy / "model.safetensors", (copy / "model.safetensors").read_bytes()
+    if sharded:
+        path = path.rename(copy / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(load_file(path), path.name)}
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    path.unlink() if left is None else os.truncate(path, left)
+    trainer(copy, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT).fit()
+    assert (copy / "model.safetensors").read_bytes() == expected and (sharded or path.exists())
+    assert f"The results in {copy} are written again, from {copy / 'checkpoint-4'}: " in caplog.text
+    caplog.clear()
+    trainer(copy, data_state={"digest": "abc", "shuffle": {"seed": 1}}, **SHORT).fit()
+    assert "written again" not in caplog.text
+
+
 # --- the same run ---
 
 
