@@ -6,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,21 @@ COPY = 64 * 2**20  # bytes the kernel copies between two steps of the progress b
 ROOM = 8 * 2**20  # bytes for all that is not a tensor: code, configuration, tokenizer
 
 
+@contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """A context whose OSErrors name `path`: on a full disk, to write, to flush and to close name nothing."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
 def write_all(file, content) -> None:
-    """Every byte, however many calls it takes."""
+    """Every byte, however many calls it takes. Raises OSError naming the file."""
     view = memoryview(content)
-    while view:
-        view = view[file.write(view) :]
+    with naming(file.name):
+        while view:
+            view = view[file.write(view) :]
 
 
 def copy_file(source: Path, target: Path, advance: Callable[[int], object]) -> None:
@@ -41,9 +52,11 @@ def copy_range(old, new, start: int, count: int, advance: Callable[[int], object
                 write_all(new, block := old.read(min(left, CHUNK)))
                 done = len(block)
         except OSError:
-            if not in_kernel or left < count:
+            if not in_kernel:
                 raise
-            in_kernel = False  # two file systems that cannot do it; a disk that is full fails below as well
+            # Two file systems that cannot do it. What is wrong with the disk fails below as well, where it is known
+            # which of the two files it is.
+            in_kernel = False
             continue
         if not done:
             raise ValueError(f"{old.name}: ends {left} bytes too early")
@@ -55,7 +68,8 @@ def flush(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -78,11 +92,10 @@ def write_text(path: Path, text: str) -> None:
     place = path.resolve()  # a link stays one
     partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        flush(partial)
-        os.replace(partial, place)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        with naming(path):
+            partial.write_text(text, encoding="utf-8")
+            flush(partial)
+            os.replace(partial, place)
     finally:
         partial.unlink(missing_ok=True)
     flush(place.parent)

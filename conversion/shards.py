@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from tnt_hf.conversion.files import CHUNK, copy_range, write_all
+from tnt_hf.conversion.files import CHUNK, copy_range, naming, write_all
 from tnt_hf.conversion.source import ITEMSIZE, StoredTensor
 
 
@@ -98,6 +98,9 @@ def write_shard(
 
     Args:
         advance: told the bytes written. begun: called when the header is there and the file has its length.
+
+    Raises:
+        OSError: it cannot be written; the error names it.
     """
     # Whole multiples of `ALIGNMENT` first, behind a header that is filled up to one: they lie where tensors cast by
     # torch do, and some BLAS round by that. Then wide items: every tensor starts at a multiple of its item size.
@@ -117,7 +120,8 @@ def write_shard(
 
     with path.open("xb", buffering=0) as file, closing(written):
         write_all(file, text := len(text).to_bytes(8, "little") + text)
-        file.truncate(len(text) + place)
+        with naming(path):
+            file.truncate(len(text) + place)
         written.add(len(text))
         begun(written)
         for tensor in tensors:
@@ -205,7 +209,7 @@ def inspect(
         wait: for a file that is still being written, see [`Written`].
 
     Raises:
-        ValueError: a tensor holds nan or infinity.
+        ValueError: a tensor holds nan or infinity. OSError: the copy cannot be written.
     """
     digest, buffer = hashlib.sha256(), bytearray(CHUNK)
     with path.open("rb") as file, copy.open("xb", buffering=0) if copy else nullcontext() as new:
@@ -223,7 +227,8 @@ def inspect(
                 if not is_finite(block, tensor.dtype):
                     raise ValueError(f"{where}: tensor {tensor.name!r} holds nan or infinity ({tensor.dtype})")
         if copy:
-            os.fsync(new.fileno())
+            with naming(copy):
+                os.fsync(new.fileno())
     return digest.hexdigest()
 
 

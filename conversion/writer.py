@@ -12,7 +12,16 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 import tnt_hf
 from tnt_hf.configuration_tnt import TNTConfig
-from tnt_hf.conversion.files import ROOM, check_room, copy_file, copy_unread, flush, known_digest, sha256
+from tnt_hf.conversion.files import (
+    ROOM,
+    check_room,
+    copy_file,
+    copy_unread,
+    flush,
+    known_digest,
+    naming,
+    sha256,
+)
 from tnt_hf.conversion.head_start import HeadStart
 from tnt_hf.conversion.layout import MEMORY
 from tnt_hf.conversion.manifest import file_entry
@@ -182,12 +191,14 @@ class Writer:
         """What a window does to each layer as a picture, see [`~sensitivity.plot`]."""
         from tnt_hf.conversion.sensitivity import plot
 
-        plot(errors, self.folder / name, chosen, losses)
+        with naming(self.folder / name):
+            plot(errors, self.folder / name, chosen, losses)
         self._done(name, "written")
 
     def text(self, name: str, content: str) -> None:
         """A text file of our own."""
-        with (self.folder / name).open("w", encoding="utf-8") as file:
+        path = self.folder / name
+        with naming(path), path.open("w", encoding="utf-8") as file:
             file.write(content)
         self._done(name, "written")
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerState
 from transformers.utils import logging as hf_logging
 
+from tnt_hf.conversion.files import naming
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule
 from tnt_hf.recipes.checkpoints import (
     callback_settings,
@@ -180,7 +181,8 @@ class ResumableTrainer(Trainer):
             self._begun -= self.seconds
         if self.is_world_process_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / LOG).write_text("".join(map(_line, self.state.log_history)), encoding="utf-8")
+            with naming(self.folder / LOG):
+                (self.folder / LOG).write_text("".join(map(_line, self.state.log_history)), encoding="utf-8")
 
     def _find_best(self, folder: Path) -> None:
         """The state names the best checkpoint by the path that it was saved at; folders are moved.
@@ -204,7 +206,7 @@ class ResumableTrainer(Trainer):
         """As `Trainer`, and append the entry to `training_log.jsonl`."""
         super().log(logs, start_time)
         if self.is_world_process_zero() and self._started:
-            with open(self.folder / LOG, "a", encoding="utf-8") as file:
+            with naming(self.folder / LOG), open(self.folder / LOG, "a", encoding="utf-8") as file:
                 file.write(_line(self.state.log_history[-1]))
 
     # --------------------------------------------------------------------------------------------------------- saving

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tnt_hf.conversion.files import naming
+
 
 RESOLVED = "recipe.yaml"  # the settings of a run, in its output_dir
 LOCK = ".tnt-train.lock"
@@ -87,13 +89,14 @@ def _settings(output: Path) -> dict[str, Any]:
 
 
 def claim_output(output: Path, given: dict[str, Any]) -> None:
-    """Write the settings into the folder, as a recipe that repeats the run."""
+    """Write the settings into the folder, as a recipe that repeats the run. Raises OSError naming it if it cannot."""
     import yaml
 
     output.mkdir(parents=True, exist_ok=True)
     partial = output / f".{RESOLVED}.partial"
-    partial.write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    os.replace(partial, output / RESOLVED)
+    with naming(output / RESOLVED):
+        partial.write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        os.replace(partial, output / RESOLVED)
 
 
 @contextmanager

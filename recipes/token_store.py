@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tnt_hf.conversion.files import write_text
+from tnt_hf.conversion.files import naming, write_text
 from tnt_hf.recipes.encoding import Encoded
 from tnt_hf.recipes.sources import Document
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 256, 1 << 22
 FORMAT = "tnt-tokens-2"
 SEAL = "sha256"  # the file that is written last: the digest of those below, see `_digest`
-READ_WHOLE, SAMPLED = ("facts.json", "starts.npy"), ("tokens.bin", "scored.bin")
+READ_WHOLE, SAMPLED = ("facts.json", "starts.bin"), ("tokens.bin", "scored.bin")
 PIECES, PIECE = 256, 1 << 18  # of a sampled file: at least so many, of so many bytes
 
 
@@ -92,7 +92,7 @@ class TokenStore:
             raise ValueError(f"{folder}: is damaged, its files are not those that were written; delete it")
         facts = json.loads((folder / "facts.json").read_text())
         self.counts, size = facts["counts"], facts["tokens"]
-        self.starts = np.load(folder / "starts.npy", mmap_mode="r")
+        self.starts = _mapped(folder / "starts.bin", "int64", facts["documents"] + 1)
         self.tokens = _mapped(folder / "tokens.bin", facts["dtype"], size)
         self.scored = _mapped(folder / "scored.bin", "bool", size) if facts["scored"] else None
         self.folder = folder
@@ -143,22 +143,25 @@ class StoreWriter:
         self.scored = (folder / "scored.bin").open("wb") if with_mask else None
 
     def add(self, document: Encoded) -> None:
-        """Appends one document."""
-        self.tokens.write(document.ids.astype(self.dtype).tobytes())
-        if self.scored:
-            self.scored.write(document.scored.astype("bool").tobytes())
+        """Appends one document. Raises OSError naming the folder if it cannot be written."""
+        with naming(self.folder):
+            self.tokens.write(document.ids.astype(self.dtype).tobytes())
+            if self.scored:
+                self.scored.write(document.scored.astype("bool").tobytes())
         self.starts.append(self.starts[-1] + len(document.ids))
 
     def close(self) -> None:
-        """Writes everything down."""
-        starts, facts = (self.folder / "starts.npy").open("wb"), (self.folder / "facts.json").open("wb")
-        np.save(starts, np.asarray(self.starts, dtype=np.int64))
+        """Writes everything down. Raises OSError naming the folder if it cannot be written."""
+        starts, facts = (self.folder / "starts.bin").open("wb"), (self.folder / "facts.json").open("wb")
         described = {"format": FORMAT, "dtype": self.dtype, "tokens": self.starts[-1], "scored": bool(self.scored)}
-        facts.write(json.dumps(described | {"counts": self.counts.as_dict()}).encode())
-        for file in filter(None, (self.tokens, self.scored, starts, facts)):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+        described |= {"documents": len(self.starts) - 1, "counts": self.counts.as_dict()}
+        with naming(self.folder):
+            starts.write(self.starts)
+            facts.write(json.dumps(described).encode())
+            for file in filter(None, (self.tokens, self.scored, starts, facts)):
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
         write_text(self.folder / SEAL, _digest(self.folder))
 
 

@@ -4,14 +4,17 @@ import gzip
 import json
 import multiprocessing
 import os
+import resource
 import time
 from datetime import datetime
 from itertools import islice
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forks import in_a_child
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -19,7 +22,7 @@ from tnt_hf.recipes.arguments import DataArguments, ModelArguments
 from tnt_hf.recipes.corpus import read_corpus
 from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.data_files import data_files
-from tnt_hf.recipes.encoding import TextEncoder, pieces_of, tokenizer_digest, vocabulary_size
+from tnt_hf.recipes.encoding import Encoded, TextEncoder, pieces_of, tokenizer_digest, vocabulary_size
 from tnt_hf.recipes.file_formats import records
 from tnt_hf.recipes.models import new_model
 from tnt_hf.recipes.packing import IGNORED
@@ -381,7 +384,7 @@ def test_of_two_processes_one_makes_the_store(cache, damaged):
 
 
 @pytest.mark.parametrize("part", ["train", "held_out"])
-@pytest.mark.parametrize("name", ["facts.json", "starts.npy", "tokens.bin", "scored.bin", "sha256"])
+@pytest.mark.parametrize("name", ["facts.json", "starts.bin", "tokens.bin", "scored.bin", "sha256"])
 def test_a_damaged_store_is_made_anew(tmp_path, cache, caplog, part, name):
     tokenizer = train_tokenizer(["bytes"], 257)
     tokenizer.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
@@ -408,6 +411,25 @@ def test_a_store_that_fails_leaves_nothing_behind(cache, tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", jsonl([{"text": "fine"}, {"text": 5}]))
     with pytest.raises(ValueError, match=r"a.jsonl, line 2: column 'text' must hold text, got int"):
         build(tokenizer, path)
+    assert [x.suffix for x in (cache / "tnt-hf").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("tokens", [10, 100_000])
+def test_a_full_disk_is_told_with_the_folder(cache, tokens):
+    """While documents are added, or at the end. The limit on a file's size stands in for the disk's."""
+
+    def write(folder):
+        folder.mkdir()
+        writer = StoreWriter(folder / "train", 300, with_mask=False)
+        writer.add(Encoded(np.zeros(tokens)))
+        writer.close()
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5, 5))
+        with pytest.raises(OSError, match="File too large: '.*digest.incomplete/train'"):
+            cached_store("digest", "train", write)
+
+    assert in_a_child(work) == 0
     assert [x.suffix for x in (cache / "tnt-hf").iterdir()] == [".lock"]
 
 

@@ -35,6 +35,12 @@ def test_a_run_that_saved_nothing_leaves_its_folder_free(output):
     check_output(output, NOW)
 
 
+def test_a_full_disk_is_told_with_the_file(output):
+    (output / ".recipe.yaml.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*recipe.yaml'"):
+        claim_output(output, NOW)
+
+
 SAVED = ["checkpoint-5/complete.json", "checkpoint-5/config.json", "model.safetensors", "adapter_model.safetensors"]
 
 

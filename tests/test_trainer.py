@@ -448,6 +448,12 @@ def test_the_librarys_trainer_smooths_the_labels_of_the_next_token(tmp_path):
 # --- what is left ---
 
 
+def test_a_full_disk_is_told_with_the_log(tmp_path):
+    (tmp_path / "training_log.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*training_log.jsonl'"):
+        trainer(tmp_path, **NO_SAVE).fit()
+
+
 def test_models_and_checkpoints_load_like_any_other(done):
     ids = samples(2)[0]["input_ids"][None]
     with torch.no_grad():
