@@ -185,21 +185,25 @@ def check_positions(
             " `generate` does with rows that are padded in front: pass those of the new tokens (with `generate`'s,"
             " (attention_mask.cumsum(1) - 1)[:, -T:])."
         )
-    # a prompt may come in pieces; of a decoding loop the positions are looked at only where they may be wrong
-    counted = bool(past) and not own and getattr(cache, "holds_padding", False)
-    if position_ids is not None and not own and (not past or counted or position_ids.shape[-1] > 1):
-        mask = attention_mask.to(torch.bool) if attention_mask is not None and attention_mask.ndim == 2 else None
-        valid, others = None if mask is None else mask[:, -position_ids.shape[-1] :], default()
-        own = differ(position_ids, others, valid)
-        if own and counted and mask is not None:
-            cached = mask[:, :past]
-            padded = cached.any(1, keepdim=True) & ~cached[:, :1]  # in front of the tokens that it has
-            if differ(position_ids, others, valid & padded):
-                raise ValueError(
-                    f"position_ids do not count padding, but those of the {past} tokens in {CACHE_NAME} do, as in any"
-                    " call without position_ids: leave them out, or fill the cache with"
-                    " position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0), as `generate` does."
-                )
+    if position_ids is None:
+        cache.placed = None
+    elif not own:
+        length, padded = position_ids.shape[-1], bool(past) and getattr(cache, "holds_padding", False)
+        # a prompt may come in pieces; of a decoding loop the first token counts, as for the mask
+        if not past or length > 1 or padded and getattr(cache, "placed", None) != past:
+            mask = attention_mask.to(torch.bool) if attention_mask is not None and attention_mask.ndim == 2 else None
+            valid, others = None if mask is None else mask[:, -length:], default()
+            own = differ(position_ids, others, valid)
+            if own and padded and mask is not None:
+                cached = mask[:, :past]
+                counted = cached.any(1, keepdim=True) & ~cached[:, :1]  # padding in front of the tokens that it has
+                if differ(position_ids, others, valid & counted):
+                    raise ValueError(
+                        f"position_ids do not count padding, but those of the {past} tokens in {CACHE_NAME} do, as in"
+                        " any call without position_ids: leave them out, or fill the cache with"
+                        " position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0), as `generate` does."
+                    )
+        cache.placed = past + length
     cache.own_positions = own
 
 
