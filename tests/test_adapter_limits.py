@@ -114,6 +114,15 @@ def test_lists_are_what_json_gives_back(tmp_path):
     load_injected(tiny_host("llama"), tmp_path, injection=config)
 
 
+def test_unload_leaves_the_hooks_of_others():
+    model, called = tiny_host("llama"), []
+    for module in (model.model, model.model.layers[0].self_attn):
+        module.register_forward_pre_hook(lambda module, _: called.append(type(module).__name__))
+        module.register_forward_hook(lambda *_: called.append("after"))
+    unload(inject(model, OPEN))(tokens(1, 3))
+    assert called == ["LlamaModel", "LlamaAttention", "after", "after"]
+
+
 def test_what_peft_cannot_place_is_refused(tmp_path):
     """The library renames the shared experts of some hosts, and LoRA in them would keep its first values."""
     source, wrapped = tmp_path / "source", tmp_path / "adapter"

@@ -274,6 +274,7 @@ BAD_CACHES = {
     "offloaded": (offloading, "offloading=True"),
     "TNT": (lambda model: TNTCache(TNTConfig(num_hidden_layers=2, sliding_window=None)), "layer 0 is a TNTFullLayer"),
     "layers": (lambda model: DynamicCache(config=tiny_host("llama", num_hidden_layers=3).config), "has 3 layers"),
+    "layer": (lambda model: DynamicCache(config=tiny_host("llama", num_hidden_layers=1).config), "has 1 layers"),
     "source": (filled_by_the_source, "holds 5 tokens, but no memory of them"),
     "other": (filled_by_another_injection, "another injection: weight=0.25, the model has 0.5"),
     "cropped": (cropped_behind_our_back, "holds 4 tokens, its memory has seen 5"),
@@ -288,6 +289,14 @@ def test_a_cache_that_cannot_hold_the_memory_is_refused(kind):
     make, message = BAD_CACHES[kind]
     with pytest.raises(ValueError, match=message):
         model(tokens(1, 1), past_key_values=make(model), use_cache=True)
+
+
+def test_a_bare_cache_that_the_source_has_used_and_reset_gets_its_room():
+    model, cache, ids = tiny_host("llama"), DynamicCache(), tokens(1, 5)
+    logits(model, ids, past_key_values=cache)
+    cache.reset()
+    inject(model, OPEN_LIZA)
+    assert torch.equal(logits(model, ids, past_key_values=cache), logits(model, ids))
 
 
 def test_a_static_cache_is_refused_by_generate():

@@ -111,3 +111,11 @@ def test_a_state_of_another_precision_is_brought_to_that_of_the_computation(impl
     assert torch.equal(found, expected) and torch.equal(after.weights[0], same.weights[0])
     assert {y.dtype for y in (found, *after.weights, *after.momentum, after.projection)} == {torch.float64}
     assert short.weights[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("implementation", ["naive", "chunk"])
+def test_a_state_is_returned_only_if_asked_for(implementation):
+    x, lr = torch.randn(1, 4, 1, 2), torch.full((1, 4, 1), 0.1)
+    weights, how = [torch.zeros(1, 2, 2)], {"chunk_size": 2, "implementation": implementation}
+    assert memory_chunkwise(x, x, x, lr, weights, **how)[1] is None
+    assert memory_chunkwise(x, x, x, lr, weights, **how, output_final_state=True)[1] is not None

@@ -212,3 +212,11 @@ def test_sessions_with_a_damaged_header_are_refused(name, said, tmp_path):
     save_file(load_file(path), path, metadata=metadata)
     with pytest.raises(ValueError, match="session: "):
         TNTCache.load(path, model.config)
+
+
+@torch.no_grad()
+def test_an_empty_cache_is_a_session(tmp_path):
+    model, ids = tiny_model(), tokens(2, 9)
+    TNTCache(model.config).save(tmp_path / "session")
+    cache = TNTCache.load(tmp_path / "session", model.config)
+    assert model(ids, past_key_values=cache).logits.equal(model(ids).logits)

@@ -529,3 +529,10 @@ def test_an_empty_shard_has_no_largest_number(tmp_path):
     stop_if_not_finite(1, [torch.tensor(1.0)], model, gradients_too=False)  # the scaler of float16 sees to them
     with pytest.raises(FloatingPointError, match="gradients not finite: 0"):
         stop_if_not_finite(1, [torch.tensor(1.0)], model)
+
+
+def test_what_is_not_a_number_is_logged_as_it_is(tmp_path):
+    run = trainer(tmp_path, max_steps=1, save_strategy="no")
+    run.train()
+    run.log({"note": "a word"})
+    assert json.loads((tmp_path / LOG).read_text().splitlines()[-1])["note"] == "a word"

@@ -189,6 +189,7 @@ def test_weights_are_told_apart_from_their_first_to_their_last_byte(tmp_path, si
         path.write_bytes(content)
         seen.add(weights_digest(tmp_path))
     path.rename(tmp_path / "other.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
     seen.add(weights_digest(tmp_path))
     assert len(seen) == 5
 
@@ -551,3 +552,26 @@ def test_adapters_go_on_to_the_bit(tmp_path):
 def test_a_stream_that_ends_before_the_run_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="train_dataset: the stream ended in step 4 of 4"):
         trainer(tmp_path / "out", data=Endless(1), **SHORT).fit()
+
+
+def test_what_died_in_its_last_save_ends_with_the_last_weights_unless_the_best_are_asked_for(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer(tmp_path, **SHORT, **settings).fit()
+    last = (tmp_path / "model.safetensors").read_bytes()
+    for name in ("model.safetensors", "training.json"):
+        (tmp_path / name).unlink()
+    again = trainer(tmp_path, **SHORT, **settings)
+    again.fit()
+    assert again.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert (tmp_path / "model.safetensors").read_bytes() == last
+
+
+def test_training_goes_on_without_a_cache_after_a_save(tmp_path):
+    class Look(TrainerCallback):
+        used: list[bool] = []
+
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            self.used.append(model.config.use_cache)
+
+    trainer(tmp_path, more=[look := Look()], max_steps=2, save_steps=1).fit()
+    assert look.used == [False, False]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import save_source
 
-from tnt_hf import TNTForCausalLM
+from tnt_hf import TNTConfig, TNTForCausalLM, modeling_tnt
 from tnt_hf.conversion import convert_checkpoint, verify, verify_command, verify_conversion
 from tnt_hf.conversion.files import write_text
 from tnt_hf.conversion.verify_measures import addresses, move_to
@@ -249,3 +249,25 @@ write_text(Path({str(report)!r}), "newer" * 100)
 def test_a_seed_is_named(tmp_path, seed):
     with pytest.raises(ValueError, match=f"seed={seed!r}: must be"):
         probe_ids(tmp_path, None, 20, 16, seed)
+
+
+def test_a_result_that_differs_only_in_a_long_text_has_no_parity(folders, monkeypatch):
+    """Without a window everything is promised, not only the first tokens."""
+    rotate = modeling_tnt.TNTRotaryEmbedding.forward
+    monkeypatch.setattr(
+        modeling_tnt.TNTRotaryEmbedding,
+        "forward",
+        lambda self, x, position_ids: rotate(self, x, position_ids.clamp(max=255)),
+    )
+    assert failed(check(folders[0], folders[1], tokens=264)) >= {"parity"}
+
+
+@pytest.mark.parametrize("reset, length", [(512, 608), (520, 112)])
+def test_a_default_probe_crosses_a_reset_that_is_near(reset, length):
+    config = TNTConfig(sliding_window=16, **MEMORY | {"local_reset_interval": reset})
+    assert verify._default_length(config, config) == length
+
+
+def test_tokens_are_counted(folders):
+    with pytest.raises(ValueError, match=r"tokens=29\.0"):
+        check(folders[0], folders[1], tokens=29.0)
