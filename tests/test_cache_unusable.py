@@ -159,6 +159,49 @@ def test_behind_padding_that_was_counted_positions_are_counted_on(T):
     torch.testing.assert_close(model(new, **call).logits[:1], alone, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("piece", [1, 9])
+@torch.no_grad()
+def test_positions_are_counted_on_as_they_were_given(piece, tmp_path):
+    """In pieces of one token, too, the first of which are padding alone; also by a session."""
+    model, ids, new = tiny_model(), tokens(2, 9), tokens(2, 3, seed=7)
+    mask = torch.cat([torch.ones_like(ids), torch.ones_like(new)], 1)
+    mask[0, :4] = 0
+    left_out, counted = (mask.cumsum(1) - 1).clamp(min=0), torch.arange(12).expand(2, 12)
+    alone = model(torch.cat([ids, new], 1)[:1, 4:]).logits[:, -3:]
+    for given, other in ((left_out, counted), (counted, left_out)):
+        cache = TNTCache(model.config)
+        for t in range(0, 9, piece):
+            call = {"attention_mask": mask[:, : t + piece], "position_ids": given[:, t : t + piece]}
+            model(ids[:, t : t + piece], past_key_values=cache, **call)
+        cache.save(tmp_path / "session")
+        if given is counted:
+            for again in (TNTCache.load(tmp_path / "session", model.config), cache):
+                call = {"attention_mask": mask[:, :10], "position_ids": other[:, 9:10], "past_key_values": again}
+                if again is not cache or piece > 1:  # of tokens one by one only the first is looked at
+                    with pytest.raises(ValueError, match="position_ids do not count padding"):
+                        model(new[:, :1], **call)
+        call = {"attention_mask": mask, "position_ids": given[:, 9:], "past_key_values": cache}
+        torch.testing.assert_close(model(new, **call).logits[:1], alone, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_what_is_not_known_of_a_session_s_positions_is_not_refused(tmp_path):
+    """Sessions of earlier releases do not say how their tokens were placed; nor do compiled calls."""
+    model, ids, new = tiny_model(), tokens(2, 9), tokens(2, 3, seed=7)
+    mask = torch.cat([torch.ones_like(ids), torch.ones_like(new)], 1)
+    mask[0, :4] = 0
+    cache, positions = TNTCache(model.config), (mask.cumsum(1) - 1).clamp(min=0)
+    model(ids, attention_mask=mask[:, :9], position_ids=positions[:, :9], past_key_values=cache)
+    cache.save(path := tmp_path / "session.safetensors")
+    with safe_open(path, framework="pt") as file:
+        metadata = {name: x for name, x in file.metadata().items() if name not in ("own_positions", "counts_padding")}
+    save_file(load_file(path), path, metadata=metadata)
+    call = {"attention_mask": mask, "position_ids": positions[:, 9:]}
+    alone = model(torch.cat([ids, new], 1)[:1, 4:]).logits[:, -3:]
+    again = model(new, past_key_values=TNTCache.load(path, model.config), **call).logits[:1]
+    torch.testing.assert_close(again, alone, rtol=0, atol=1e-10)
+
+
 @torch.no_grad()
 def test_rows_without_padding_go_on_when_those_with_it_are_gone():
     """`generate` leaves out a mask of ones, which only a cache that holds no padding may do without."""

@@ -134,6 +134,7 @@ class TNTCache(DynamicCache):
 
     unusable: str | None = None  # why it cannot be gone on from
     own_positions = False  # whether its tokens were placed otherwise than without `position_ids`
+    counts_padding = False  # whether padding in front of some of them is known to be counted in their positions
 
     def __init__(self, config: TNTConfig):
         if not hasattr(config, "number_of_conv_states"):
@@ -255,12 +256,11 @@ class TNTCache(DynamicCache):
         if self.unusable is not None:
             raise ValueError(f"cache: {self.unusable}.")
         tensors = {name: x.detach().cpu().contiguous().clone() for name, x in self._tensors().items()}
-        lengths = [getattr(layer, "cumulative_length", None) for layer in self.layers]
         metadata = {
             "format": SESSION_FORMAT,
             "config": json.dumps(self.fingerprint),
-            "cumulative_lengths": json.dumps(lengths),
-            "own_positions": json.dumps(self.own_positions),
+            "cumulative_lengths": json.dumps([getattr(layer, "cumulative_length", None) for layer in self.layers]),
+            **{name: json.dumps(getattr(self, name)) for name in ("own_positions", "counts_padding")},
         }
         save_file(tensors, path, metadata=metadata)
 
@@ -286,8 +286,7 @@ class TNTCache(DynamicCache):
             raise ValueError(f"path={str(path)!r} is not a safetensors file: {error}") from error
         if metadata.get("format") != SESSION_FORMAT:
             raise ValueError(
-                f"path={str(path)!r} is not a TNT session: its format is {metadata.get('format')!r}, not"
-                f" {SESSION_FORMAT!r}."
+                f"path={str(path)!r} is not a TNT session: format {metadata.get('format')!r}, not {SESSION_FORMAT!r}."
             )
         stored = _said(metadata, "config", dict)
         _compare(stored, _fingerprint(config), ignore=("local_chunk_sizes",))
@@ -295,7 +294,8 @@ class TNTCache(DynamicCache):
         cache = cls(filled_with)
         cache._fill(tensors, _said(metadata, "cumulative_lengths", list), filled_with)
         cache.adapt(config)
-        cache.own_positions = _said({"own_positions": "false"} | metadata, "own_positions", bool)  # not in old ones
+        for name in ("own_positions", "counts_padding"):
+            setattr(cache, name, _said({name: "false"} | metadata, name, bool))  # not in old ones
         cache.unplaced = set(range(len(cache.layers)))
         return cache
 

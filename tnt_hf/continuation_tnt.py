@@ -159,14 +159,16 @@ def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, le
 def check_positions(
     cache: Cache,
     past: int | Tensor,
+    length: int,
     position_ids: Tensor | None,
     default: Callable[[], Tensor],
     attention_mask: Tensor | None,
 ) -> None:
     """
-    Tokens that follow are placed as those in the cache were.
+    Tokens that follow are placed as those in the cache were, as far as that is known: compiled calls note nothing.
 
     Args:
+        length: T.
         default: gives the positions of a call without `position_ids`, which count padding.
         attention_mask: `[B, past + T]`, zero at padding, or of more dimensions, which says nothing here.
 
@@ -175,42 +177,41 @@ def check_positions(
             that are padded in front; or the other way round, others than `default()` behind padding that was counted.
             Every key would be taken for one further away or nearer.
     """
-    if torch.compiler.is_compiling() or (position_ids is not None and position_ids.is_meta):
+    if torch.compiler.is_compiling() or any(x is not None and x.is_meta for x in (position_ids, attention_mask)):
         return
     past = int(past)
-    own = bool(past) and getattr(cache, "own_positions", False)
+    own, counts = (bool(past) and getattr(cache, name, False) for name in ("own_positions", "counts_padding"))
     if own and position_ids is None:
         raise ValueError(
             f"position_ids is None, but the {past} tokens in {CACHE_NAME} were given positions of their own, as"
             " `generate` does with rows that are padded in front: pass those of the new tokens (with `generate`'s,"
             " (attention_mask.cumsum(1) - 1)[:, -T:])."
         )
-    if position_ids is None:
-        cache.placed = None
-    elif not own:
-        length, padded = position_ids.shape[-1], bool(past) and getattr(cache, "holds_padding", False)
-        # a prompt may come in pieces; of a decoding loop the first token counts, as for the mask
-        if not past or length > 1 or padded and getattr(cache, "placed", None) != past:
-            mask = attention_mask.to(torch.bool) if attention_mask is not None and attention_mask.ndim == 2 else None
-            valid, others = None if mask is None else mask[:, -length:], default()
-            own = differ(position_ids, others, valid)
-            if own and padded and mask is not None:
-                cached = mask[:, :past]
-                counted = cached.any(1, keepdim=True) & ~cached[:, :1]  # padding in front of the tokens that it has
-                if differ(position_ids, others, valid & counted):
-                    raise ValueError(
-                        f"position_ids do not count padding, but those of the {past} tokens in {CACHE_NAME} do, as in"
-                        " any call without position_ids: leave them out, or fill the cache with"
-                        " position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0), as `generate` does."
-                    )
-        cache.placed = past + length
-    cache.own_positions = own
+    mask = attention_mask.to(torch.bool) if attention_mask is not None and attention_mask.ndim == 2 else None
+    # of a decoding loop the first token counts, as for the mask
+    known = bool(past) and length == 1 and getattr(cache, "placed", None) == past
+    if not known:
+        other = None if position_ids is None else differ(position_ids, default())
+        behind = None if mask is None else mask[:, past:] & ~mask[:, :1]  # tokens of rows that are padded in front
+        if counts and other is not None and behind is not None:
+            if bool((other & behind & mask[:, :past].any(1, keepdim=True)).any()):
+                raise ValueError(
+                    f"position_ids do not count padding, but those of the {past} tokens in {CACHE_NAME} do, as in any"
+                    " call without position_ids: leave them out, or fill the cache with"
+                    " position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0), as `generate` does."
+                )
+        if not own and other is not None:
+            own = bool((other if mask is None else other & mask[:, past:]).any())
+        if not counts and behind is not None:
+            counts = bool((behind if other is None else behind & ~other).any())
+    begun = known or mask is None or bool(mask.any(1).all())  # every row: the next token is placed as this one
+    cache.placed = past + 1 if length == 1 and begun else None
+    cache.own_positions, cache.counts_padding = own, counts
 
 
-def differ(positions: Tensor, others: Tensor, valid: Tensor | None) -> bool:
-    """Whether two ways to place tokens differ at any that is not padding."""
-    different = positions.to(others.device) != others
-    return bool((different if valid is None else different & valid).any())
+def differ(positions: Tensor, others: Tensor) -> Tensor:
+    """Where two ways to place tokens differ."""
+    return positions.to(others.device) != others
 
 
 def check_program(cache: Cache, position_ids: Tensor | None) -> None:

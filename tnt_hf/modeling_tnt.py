@@ -596,7 +596,7 @@ class TNTModel(TNTPreTrainedModel):
             return default_positions(self.config, positions, attention_mask, segment_ids)
 
         if cache is not None and not isinstance(attention_mask, dict):  # whose padding `default` does not count
-            check_positions(cache, past, position_ids, default, attention_mask)
+            check_positions(cache, past, T, position_ids, default, attention_mask)
         position_ids = default() if position_ids is None else position_ids
         output_surprise = bool(self.config.output_surprise if output_surprise is None else output_surprise)
         memory_inputs = {
