@@ -19,10 +19,12 @@ ROOM = 8 * 2**20  # bytes for all that is not a tensor: code, configuration, tok
 
 @contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """A context whose OSErrors name `path`: on a full disk, to write, to flush and to close name nothing."""
+    """A context whose OSErrors name a file, `path` if no other: on a full disk, to write and to close name none."""
     try:
         yield
     except OSError as error:
+        if error.filename is not None:
+            raise
         raise OSError(error.errno, error.strerror or str(error), str(path)) from None
 
 
@@ -92,10 +94,11 @@ def write_text(path: Path, text: str) -> None:
     place = path.resolve()  # a link stays one
     partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
     try:
-        with naming(path):
-            partial.write_text(text, encoding="utf-8")
-            flush(partial)
-            os.replace(partial, place)
+        partial.write_text(text, encoding="utf-8")
+        flush(partial)
+        os.replace(partial, place)
+    except OSError as error:  # of the partial file, which nobody knows
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         partial.unlink(missing_ok=True)
     flush(place.parent)

@@ -104,25 +104,24 @@ def load_injected(
             raise ValueError(f"{field}={value!r}: must be a folder or Hub id{', or a model' * (field == 'base')}.")
     if not isinstance(adapter_name, str) or not adapter_name or "." in adapter_name:
         raise ValueError(f"adapter_name={adapter_name!r}: must be a name without a dot, such as 'default'.")
-    with _named(str(base if adapter is None else adapter)):
-        if adapter is None:
-            if not isinstance(base, (str, os.PathLike)):
-                raise ValueError(f"adapter=None: needs a folder or Hub id as base, not {type(base).__name__}.")
-            folder = _locate(base, revision)
-            if not (folder / ADAPTER_CONFIG).is_file():
-                return _load_whole(folder, str(base), injection, kwargs)
-            base, adapter = None, base
-        config, settings, folder = _read_adapter(adapter, revision)
-        if injection is not None:
-            _compare(settings or injection.to_dict(), injection.to_dict(), str(adapter), "injection")
-            settings = injection.to_dict()
-        if base is None or isinstance(base, (str, os.PathLike)):
-            model = _load_base(base, config, str(adapter), kwargs)
-        elif kwargs:
-            raise ValueError(f"{', '.join(kwargs)}: only for a base that is loaded here, not a {type(base).__name__}.")
-        else:
-            model = base
-        return _attach(model, config, settings, folder, adapter_name, is_trainable)
+    if adapter is None:
+        if not isinstance(base, (str, os.PathLike)):
+            raise ValueError(f"adapter=None: needs a folder or Hub id as base, not {type(base).__name__}.")
+        folder = _locate(base, revision)
+        if not (folder / ADAPTER_CONFIG).is_file():
+            return _load_whole(folder, str(base), injection, kwargs)
+        base, adapter = None, base
+    config, settings, folder = _read_adapter(adapter, revision)
+    if injection is not None:
+        _compare(settings or injection.to_dict(), injection.to_dict(), str(adapter), "injection")
+        settings = injection.to_dict()
+    if base is None or isinstance(base, (str, os.PathLike)):
+        model = _load_base(base, config, str(adapter), kwargs)
+    elif kwargs:
+        raise ValueError(f"{', '.join(kwargs)}: only for a base that is loaded here, not a {type(base).__name__}.")
+    else:
+        model = base
+    return _attach(model, config, settings, folder, adapter_name, is_trainable)
 
 
 # -------------------------------------------------------------------------------------------------------- whole models
@@ -134,7 +133,8 @@ def _load_whole(
     """An injected model with its memory. The base is read by the library, the memory's tensors here."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name}: holds neither {ADAPTER_CONFIG} nor config.json.")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=kwargs.get("trust_remote_code"))
+    with _named(name):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=kwargs.get("trust_remote_code"))
     settings = getattr(config, "tnt_injection", None)
     if settings is None:
         hint = "; a TNT model is loaded with AutoModelForCausalLM" if config.model_type == "tnt" else ""
@@ -209,7 +209,8 @@ def _read_adapter(adapter: str | os.PathLike, revision: str | None) -> tuple[Any
     settings = values.pop("tnt_injection", None)
     if (kind := values.get("peft_type")) != "LORA":
         raise ValueError(f"adapter={str(adapter)!r}: peft_type={kind!r} is not 'LORA'.")
-    plain = LoraConfig.from_peft_type(**values)
+    with _named(str(adapter)):
+        plain = LoraConfig.from_peft_type(**values)
     if settings is None:
         return plain, None, folder
     settings = injection_from_dict(settings).to_dict()
@@ -225,7 +226,10 @@ def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs
     revision = config.revision if base is None else None
     try:
         check_reachable(name)
-        found = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code"))
+        with _named(name):
+            found = AutoConfig.from_pretrained(
+                name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code")
+            )
     except (OSError, ValueError) as error:
         hint = "" if base else "; pass base, or correct base_model_name_or_path in its adapter_config.json"
         raise ValueError(
@@ -255,7 +259,9 @@ def _attach(
     host = model.get_base_model() if wrapped else model
     if wrapped and name in model.peft_config:
         raise ValueError(f"adapter_name={name!r}: the PeftModel has an adapter of that name.")
-    if not any(check_target_module_exists(config, key) for key, _ in host.named_modules()):
+    with _named(str(folder)):
+        found = any(check_target_module_exists(config, key) for key, _ in host.named_modules())
+    if not found:
         raise ValueError(f"adapter={str(folder)!r}: its target_modules are not in {type(host).__name__}.")
     # A folder's base that was loaded without its memory says what was injected, and has none.
     injected = any(is_injected(module) for module in host.modules())
@@ -274,10 +280,12 @@ def _attach(
     config.inference_mode = not is_trainable
     try:
         with nullcontext() if wrapped else unchanged_on_failure(host):
-            if wrapped:
-                model.add_adapter(name, config)
-            else:
-                model = (PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel)(host, config, name)
+            with _named(str(folder)):  # peft checks few of the values
+                if wrapped:
+                    model.add_adapter(name, config)
+                else:
+                    kind = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
+                    model = kind(host, config, name)
             _check_adapter(model, name, folder)
             found = model.load_adapter(str(folder), name, is_trainable=is_trainable, torch_device="cpu")
             if lost := found.unexpected_keys:  # all were expected above, and the library renames some

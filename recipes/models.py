@@ -230,6 +230,8 @@ def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None 
             model.name_or_path = str(Path(model.name_or_path).resolve())
         try:
             return get_peft_model(model, lora_config(model, **(lora or {})))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # peft checks few of its settings, the others fail wherever it uses them
             said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"lora={lora!r}: {said}" if lora else said) from error

@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tnt_hf.conversion.files import write_json
+from tnt_hf.conversion.reload import ADAPTER_WEIGHTS
 from tnt_hf.conversion.source import INDEX, SINGLE, read_index
 from tnt_hf.recipes.environment import command_line, environment
 
@@ -21,11 +22,11 @@ def lacking(folder: Path) -> str | None:
     headers are read, which tell the sizes."""
     if not (folder / RECORD).is_file():
         return f"{RECORD} is missing"
-    paths = set(folder.glob("*.safetensors"))
+    paths, path = [x for name in (SINGLE, ADAPTER_WEIGHTS) if (x := folder / name).exists()], folder / INDEX
     try:
-        if (folder / INDEX).is_file() and folder / SINGLE not in paths:  # which is read first
-            paths |= {folder / name for name in read_index(folder / INDEX).values()}
-        for path in sorted(paths):
+        if not paths and path.is_file():
+            paths = sorted({folder / name for name in read_index(path).values()})
+        for path in paths:
             with safe_open(path, framework="numpy"):  # of any dtype, where `read_header` knows those we convert
                 pass
     except ValueError as error:

@@ -90,6 +90,9 @@ class TokenStore:
         seal = folder / SEAL
         if not seal.is_file() or seal.read_bytes() != _digest(folder).encode():
             raise ValueError(f"{folder}: is damaged, its files are not those that were written; delete it")
+        self._open(folder)
+
+    def _open(self, folder: Path) -> None:
         facts = json.loads((folder / "facts.json").read_text())
         self.counts, size = facts["counts"], facts["tokens"]
         self.starts = _mapped(folder / "starts.bin", "int64", facts["documents"] + 1)
@@ -106,7 +109,7 @@ class TokenStore:
         return self.folder
 
     def __setstate__(self, folder):
-        self.__init__(folder)
+        self._open(folder)  # of another process, which has looked at the seal
 
 
 def _mapped(path: Path, dtype: str, size: int) -> np.ndarray:
@@ -185,7 +188,9 @@ def cached_store(digest: str, part: str, write: Callable[[Path], None]) -> Token
                 return TokenStore(folder / part)
             except ValueError:
                 logger.warning("%s is damaged: it is deleted, and the documents are tokenised again", folder / part)
-                shutil.rmtree(folder)
+                aside = folder.with_name(f"{digest}.damaged.{os.getpid()}")  # others may still read its other part
+                os.replace(folder, aside)
+                shutil.rmtree(aside, ignore_errors=True)
         temporary = folder.with_name(f"{digest}.incomplete")
         shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
         try:

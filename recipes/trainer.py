@@ -164,7 +164,9 @@ class RecipeTrainer(ResumableTrainer):
         if (final := finished(model)) is not model:
             self.model = self.model_wrapped = final
         if self.had_ended:
-            if (why := lacking(self.folder)) is None:
+            why = lacking(self.folder)
+            self.accelerator.wait_for_everyone()  # all look before one of them writes
+            if why is None:
                 return metrics  # all of this was saved before; on a full disk, to save it again would lose it
             if self.is_world_process_zero():
                 logger.warning("The results in %s are written again, from %s: %s", self.folder, self._resumed, why)

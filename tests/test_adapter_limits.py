@@ -180,6 +180,17 @@ def test_a_value_of_another_type_is_refused_with_the_name_of_its_folder(file, fi
     assert list(base.state_dict()) == names
 
 
+def test_of_an_adapter_and_its_base_the_damaged_one_is_named(tmp_path):
+    source, wrapped = tmp_path / "source", tmp_path / "adapter"
+    host = tiny_host("llama")
+    host.save_pretrained(source)
+    get_tptt_model(host, OPEN).save_pretrained(wrapped)
+    config = source / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": "x"}))
+    with pytest.raises(ValueError, match="the base model of adapter .* cannot be loaded: .*source: cannot be read, "):
+        load_injected(source, wrapped)
+
+
 WRONG = [
     (lambda model: inject(model, OPEN, seed="x"), "seed='x'"),
     (lambda model: inject(model, OPEN, seed=2**70), "seed=1180"),
