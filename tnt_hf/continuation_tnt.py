@@ -187,31 +187,27 @@ def check_positions(
             " `generate` does with rows that are padded in front: pass those of the new tokens (with `generate`'s,"
             " (attention_mask.cumsum(1) - 1)[:, -T:])."
         )
+    if past and length == 1 and getattr(cache, "placed", None) == past:
+        cache.placed = past + 1  # of a decoding loop the first token counts, as for the mask
+        return
     mask = attention_mask.to(torch.bool) if attention_mask is not None and attention_mask.ndim == 2 else None
-    # of a decoding loop the first token counts, as for the mask
-    known = bool(past) and length == 1 and getattr(cache, "placed", None) == past
-    if not known:
-        other = None if position_ids is None else differ(position_ids, default())
-        behind = None if mask is None else mask[:, past:] & ~mask[:, :1]  # tokens of rows that are padded in front
-        if counts and other is not None and behind is not None:
-            if bool((other & behind & mask[:, :past].any(1, keepdim=True)).any()):
-                raise ValueError(
-                    f"position_ids do not count padding, but those of the {past} tokens in {CACHE_NAME} do, as in any"
-                    " call without position_ids: leave them out, or fill the cache with"
-                    " position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0), as `generate` does."
-                )
-        if not own and other is not None:
-            own = bool((other if mask is None else other & mask[:, past:]).any())
-        if not counts and behind is not None:
-            counts = bool((behind if other is None else behind & ~other).any())
-    begun = known or mask is None or bool(mask.any(1).all())  # every row: the next token is placed as this one
+    behind = None if mask is None else mask[:, past:] & ~mask[:, :1]  # tokens of rows that are padded in front
+    other = None
+    if position_ids is not None:
+        others = default()
+        other = position_ids.to(others.device) != others
+        if counts and mask is not None and bool((other & behind & mask[:, :past].any(1, keepdim=True)).any()):
+            raise ValueError(
+                f"position_ids do not count padding, but those of the {past} tokens in {CACHE_NAME} do, as in any"
+                " call without position_ids: leave them out, or fill the cache with"
+                " position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0), as `generate` does."
+            )
+        own = own or bool((other if mask is None else other & mask[:, past:]).any())
+    if mask is not None:
+        counts = counts or bool((behind if other is None else behind & ~other).any())
+    begun = mask is None or bool(mask.any(1).all())  # every row: the next token is placed as this one
     cache.placed = past + 1 if length == 1 and begun else None
     cache.own_positions, cache.counts_padding = own, counts
-
-
-def differ(positions: Tensor, others: Tensor) -> Tensor:
-    """Where two ways to place tokens differ."""
-    return positions.to(others.device) != others
 
 
 def check_program(cache: Cache, position_ids: Tensor | None) -> None:
