@@ -6,7 +6,7 @@ Axis legend
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -87,18 +87,10 @@ def _speed(name: str, values: list[float]) -> dict[str, Any]:
     return {key: statistics.median(values), f"{key}_range": [min(values), max(values)]}
 
 
-def cost_result(
-    model: nn.Module,
-    contexts: list[int],
-    vocab_size: int,
-    seed: int,
-    tell: Callable[[int], Any] = lambda contexts_done: None,
-) -> list[dict[str, Any]]:
+def cost_rows(model: nn.Module, contexts: list[int], vocab_size: int, seed: int) -> Iterator[dict[str, Any]]:
     """The section `cost` of evaluation.json: one sequence of random tokens at every context length."""
-    device, result = next(model.parameters()).device, []
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     for context in contexts:
         ids = torch.randint(vocab_size, (1, context), generator=generator)
-        result.append(cost_at(model, ids.to(device)))
-        tell(1)
-    return result
+        yield cost_at(model, ids.to(device))

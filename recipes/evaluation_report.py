@@ -108,6 +108,7 @@ def as_markdown(results: dict[str, Any]) -> str:
     lines += [f"- {name}: {_cell(value)}" for name, value in results["settings"].items() if value is not None]
     lines += [f"- {name}: {_cell(value)}" for name, value in results["environment"].items() if value not in (None, [])]
     lines += [f"- warning: {text}" for text in results.get("warnings", [])]
+    lines += [f"- {task} failed: {reason}" for task, reason in results.get("failed", {}).items()]
     if perplexity := results.get("perplexity"):
         error = perplexity["standard_error"]
         spread = (

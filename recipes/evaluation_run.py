@@ -11,7 +11,7 @@ from torch import nn
 import tnt_hf
 from tnt_hf.conversion.ablations import ablations
 from tnt_hf.recipes.environment import environment
-from tnt_hf.recipes.evaluation_cost import REPEATS, cost_result
+from tnt_hf.recipes.evaluation_cost import REPEATS, cost_rows
 from tnt_hf.recipes.evaluation_model import documents_of, texts_of
 from tnt_hf.recipes.evaluation_perplexity import (
     Rows,
@@ -119,6 +119,17 @@ def _bar(task: str, total: int, unit: str, shown: bool):
         yield bar.update
 
 
+@contextmanager
+def _kept_apart(task: str, failed: dict[str, str]) -> Iterator[None]:
+    """Where memory ends in one task, the others keep their results."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        failed[task] = f"out of memory: {str(error).strip().partition(chr(10))[0]}"
+
+
 def run_tasks(
     model: nn.Module,
     tokenizer,
@@ -157,6 +168,7 @@ def run_tasks(
         },
     }
     rows = losses = None
+    failed: dict[str, str] = {}
     if {"perplexity", "ablation"} & set(tasks):
         texts = texts_of(data, data_config, split, text_column, held_out, seed)
         documents, facts = documents_of(texts, tokenizer, tokens, max(context, tokens // CUT), config.vocab_size)
@@ -164,29 +176,33 @@ def run_tasks(
         facts = {"name": name, "config": data_config, "split": split, "held_out": held_out, **facts}
         rows = Rows.of(documents, context, begin_token(tokenizer))
     if "perplexity" in tasks:
-        with _bar("perplexity", len(rows.ids), "row", progress) as tell:
+        with _kept_apart("perplexity", failed), _bar("perplexity", len(rows.ids), "row", progress) as tell:
             losses = token_losses(model, rows, batch, tell)
-        results["perplexity"] = {"data": facts, **perplexity_result(rows, losses)}
+            results["perplexity"] = {"data": facts, **perplexity_result(rows, losses)}
     if "passkey" in tasks:
         room = PasskeySamples(tokenizer, context)
         total = samples * len(passkey_distances(room.shortest, room.longest))
-        with _bar("passkey", total, "prompt", progress) as tell:
+        with _kept_apart("passkey", failed), _bar("passkey", total, "prompt", progress) as tell:
             found = passkey_result(model, tokenizer, context, **common, tell=tell)
-        results["passkey"] = [{**row, "chance": PASSKEY_CHANCE} for row in found]
+            results["passkey"] = [{**row, "chance": PASSKEY_CHANCE} for row in found]
     if "recall" in tasks:
-        with _bar("recall", samples, "sequence", progress) as tell:
+        with _kept_apart("recall", failed), _bar("recall", samples, "sequence", progress) as tell:
             found, task = recall_result(model, tokenizer, context, **common, tell=tell)
-        results["recall"] = [{**row, "chance": task.chance} for row in found]
+            results["recall"] = [{**row, "chance": task.chance} for row in found]
     if "cost" in tasks:
         results["settings"]["cost_repeats"] = REPEATS
-        with _bar("cost", len(contexts), "context", progress) as tell:
-            results["cost"] = cost_result(model, contexts, config.vocab_size, seed, tell)
+        with _kept_apart("cost", failed), _bar("cost", len(contexts), "context", progress) as tell:
+            for row in cost_rows(model, contexts, config.vocab_size, seed):
+                results.setdefault("cost", []).append(row)
+                tell(1)
     if "ablation" in tasks:
         results["settings"]["ablation_data"] = facts["name"]
         passes = len(ablations(model)) + (losses is None)
-        with _bar("ablation", passes * len(rows.ids), "row", progress) as tell:
+        with _kept_apart("ablation", failed), _bar("ablation", passes * len(rows.ids), "row", progress) as tell:
             results["ablations"] = ablation_result(model, rows, batch, tell, losses)
-    return results
+    if failed and not {"perplexity", "passkey", "recall", "cost", "ablations"} & results.keys():
+        raise ValueError(f"context={context}: {next(iter(failed.values()))}")
+    return results | ({"failed": failed} if failed else {})
 
 
 def evaluate_model(model: nn.Module, tokenizer, tasks: list[str], asked_for: bool, **options: Any) -> dict[str, Any]:

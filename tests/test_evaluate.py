@@ -30,7 +30,7 @@ from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.evaluate import TASKS, evaluate
 from tnt_hf.recipes.evaluation_model import documents_of, load_model, texts_of, training_note
 from tnt_hf.recipes.evaluation_perplexity import perplexity
-from tnt_hf.recipes.evaluation_report import FORMAT, PICTURES, write_evaluation
+from tnt_hf.recipes.evaluation_report import FORMAT, PICTURES, as_markdown, write_evaluation
 from tnt_hf.recipes.loading_errors import reading
 from tnt_hf.recipes.model_folder import is_of_ours
 
@@ -281,6 +281,20 @@ def test_recall_and_cost_need_no_tokenizer():
 def test_a_log_says_which_task_has_begun(capsys):
     evaluate(llama(), tasks=["recall", "cost"], **QUICK | {"progress": True})
     assert capsys.readouterr().err.splitlines() == ["recall: 2 sequences", "cost: 2 contexts"]
+
+
+def test_out_of_memory_in_one_task_keeps_the_results_of_the_others(tokenizer, tmp_path, capsys):
+    """2^44 token ids are 128 TiB, which no allocator gives."""
+    huge = {**QUICK, "context": [32, 2**44], "batch_size": 1}
+    with pytest.warns(UserWarning, match="cost failed: out of memory"):
+        results = evaluate(llama(), tokenizer, tasks=["perplexity", "cost"], **huge)
+    assert [row["context"] for row in results["cost"]] == [32] and results["perplexity"]["tokens"] > 0
+    assert list(results["failed"]) == ["cost"] and "- cost failed: out of memory" in as_markdown(results)
+    with pytest.raises(ValueError, match=r"context=17592186044416: out of memory: .*memory"):
+        evaluate(llama(), tasks=["cost"], **{**huge, "context": 2**44})
+    llama().save_pretrained(tmp_path / "model")
+    arguments = ["eval", str(tmp_path / "model"), "--tasks", "cost", "--context", "32", str(2**44), "--output"]
+    assert tnt([*arguments, str(tmp_path)]) == 1 and "cost failed" in (tmp_path / "evaluation.md").read_text()
 
 
 def test_tasks_that_do_not_apply_are_skipped_with_their_reason(tokenizer):

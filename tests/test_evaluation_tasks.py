@@ -18,7 +18,7 @@ from tnt_hf.conversion import inject
 from tnt_hf.conversion.ablations import ablations, gates
 from tnt_hf.recipes import evaluation_cost
 from tnt_hf.recipes.data import train_tokenizer
-from tnt_hf.recipes.evaluation_cost import DECODED, cache_bytes, cost_at, cost_result
+from tnt_hf.recipes.evaluation_cost import DECODED, cache_bytes, cost_at, cost_rows
 from tnt_hf.recipes.evaluation_perplexity import (
     Rows,
     ablation_result,
@@ -369,11 +369,11 @@ def test_bytes_are_those_of_the_cache():
     """State as `memory_state_bytes` counts it, at any context; keys and values of the window."""
     config = tiny_config(sliding_window=16, dtype="float32")
     model = TNTForCausalLM(config).eval()
-    rows = cost_result(model, [8, 64], 64, 0)  # the query sees 16 tokens with its own, so the cache keeps 15
+    rows = list(cost_rows(model, [8, 64], 64, 0))  # the query sees 16 tokens with its own, so the cache keeps 15
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert [row["kv_bytes"] for row in rows] == [8 * per_token, 15 * per_token]
     assert [row["state_bytes"] for row in rows] == [memory_state_bytes(config, "float32")] * 2
-    rows = cost_result(llama(), [1, 8, 64], V, 0)
+    rows = list(cost_rows(llama(), [1, 8, 64], V, 0))
     assert [(row["state_bytes"], row["kv_bytes"]) for row in rows] == [(0, n * 2 * 2 * 32 * 4) for n in (1, 8, 64)]
     assert "decode_tokens_per_second" not in rows[0], "a single token is read, none is decoded"
     assert cache_bytes(None) == (0, 0)
