@@ -222,7 +222,7 @@ class TNTCache(DynamicCache):
         new = _fingerprint(config)
         if new == self.fingerprint:
             return
-        _compare(self.fingerprint, new, ignore=("local_chunk_sizes",))
+        _compare(self.fingerprint, new)
         old_sizes, sizes = self.fingerprint["local_chunk_sizes"], new["local_chunk_sizes"]
         different = f"local_chunk_sizes: the cache was filled with {old_sizes}, the model has {sizes}"
         if len(old_sizes) != len(sizes):
@@ -289,7 +289,7 @@ class TNTCache(DynamicCache):
                 f"path={str(path)!r} is not a TNT session: format {metadata.get('format')!r}, not {SESSION_FORMAT!r}."
             )
         stored = _said(metadata, "config", dict)
-        _compare(stored, _fingerprint(config), ignore=("local_chunk_sizes",))
+        _compare(stored, _fingerprint(config))
         filled_with = _with_chunk_sizes(config, _said(stored, "local_chunk_sizes", list))
         cache = cls(filled_with)
         cache._fill(tensors, _said(metadata, "cumulative_lengths", list), filled_with)
@@ -394,7 +394,7 @@ def _as_json(value: Any) -> Any:
     return [_as_json(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
-def _compare(stored: dict[str, Any], current: dict[str, Any], ignore: tuple[str, ...] = ()) -> None:
+def _compare(stored: dict[str, Any], current: dict[str, Any]) -> None:
     for name in FINGERPRINT:
-        if name in stored and name not in ignore and stored[name] != current[name]:  # old sessions say less
+        if name in stored and name != "local_chunk_sizes" and stored[name] != current[name]:  # old sessions say less
             raise ValueError(f"{name}: the cache was filled with {stored[name]!r}, the model has {current[name]!r}.")
