@@ -117,13 +117,10 @@ class TNTMemoryUnit(nn.Module):
     def gates(self, hidden_states: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """theta over its largest value, mu and alpha of tokens `[..., hidden]`: `[..., H]` of `dtype`, or `None` for
         what it has not."""
-
-        return tuple(None if x is None else torch.sigmoid(x) for x in self.raw_gates(hidden_states, dtype))
-
-    def raw_gates(self, hidden_states: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """What `gates` are the sigmoid of."""
-        projections = self.lr_proj, self.momentum_proj, self.decay_proj
-        return tuple(None if f is None else cast(f(cast(hidden_states, f.weight.dtype)), dtype) for f in projections)
+        return tuple(
+            None if f is None else torch.sigmoid(cast(f(cast(hidden_states, f.weight.dtype)), dtype))
+            for f in (self.lr_proj, self.momentum_proj, self.decay_proj)
+        )
 
     def initial(self) -> list[Tensor]:
         """W_init. A ParameterList is slow to walk, and what lies under it lacks what is parametrized."""
