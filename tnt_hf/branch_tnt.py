@@ -125,12 +125,12 @@ class TNTMemory(nn.Module):
         layout = StateLayout.of(self.config) if layout is None else layout
         dtype, keep = wide(hidden_states.dtype), cache is not None
         state = LayerState.read(cache, self.layer_idx, layout) if keep else None
-        if hidden_states.shape[1] == 1 and segment_ids is None and self._steps_in_place(state, dtype):
-            return self._step(hidden_states, shared, layout, state, mask, clock, output_surprise)
         if shared is None:
             x = rounded(hidden_states)
             shared = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         convs = [self.q_conv, self.k_conv, self.v_conv] if self.taps else []
+        if hidden_states.shape[1] == 1 and segment_ids is None and self._steps_in_place(state, dtype):
+            return self._step(hidden_states, shared, convs, layout, state, mask, clock, output_surprise)
         tail = None if state is None else state.conv
         given = (autocast_dtype(shared[0].device) if convs else None) or shared[0].dtype
         operands = given if given == torch.bfloat16 else dtype
@@ -187,13 +187,10 @@ class TNTMemory(nn.Module):
                     return False
         return torch.compiler.is_compiling() or state.is_writable(dtype)
 
-    def _step(self, hidden_states, shared, layout, state, mask, clock, output_surprise):
+    def _step(self, hidden_states, shared, convs, layout, state, mask, clock, output_surprise):
         """`forward` for one token `[B, 1, hidden]` after `state`, which is overwritten."""
         B, H, D = hidden_states.shape[0], self.channels[1] // self.head_dim, self.head_dim
         here = None if mask is None else mask[:, 0]
-        if shared is None:
-            shared = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        convs = [self.q_conv, self.k_conv, self.v_conv] if self.taps else []
         value, dtype = self.config.memory_implementation, state.memories[0].weights[0].dtype
         native = native_parameters(self, FIELD, value, [hidden_states, *shared], dtype)
         # what C convolves, and the tail that it writes, has the state's dtype
