@@ -36,7 +36,7 @@ from .operators_tnt import Like, as_operator
 from .plan_tnt import Plan
 from .precision_tnt import full_precision
 from .projection_tnt import project_queries
-from .reverse_tnt import ChunkScan
+from .reverse_tnt import ChunkScan, layers
 from .scan_tnt import offsets, scan
 from .step_tnt import MemoryState, token
 
@@ -396,5 +396,4 @@ def _scan_torch(plan, qk, v, coef, ln, target, xi, W, S):
     if not needs_grad:
         return scan(plan, qk, offsets(plan, qk, v, ln), coef, ln, target, xi, W, S)
     o, loss, *final = ChunkScan.apply(plan, len(W), qk, v, *coef, *(ln or (None, None)), *flat)
-    kinds = (final[i * len(W) : (i + 1) * len(W)] for i in range(3))
-    return o, loss, *(None if x[0] is None else list(x) for x in kinds)
+    return o, loss, *layers(final, len(W), 3)

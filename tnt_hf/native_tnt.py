@@ -36,8 +36,7 @@ def native_scan(plan: Plan, q, k, v, scalars, ln, target, xi, W, S):
     states = (*W, *(xi or none), *(S or none), *(target or none))
     *gates, present = scalars
     o, loss, *ends = NativeScan.apply(plan, len(W), present, q, k, v, *gates, *(ln or (None, None)), *states)
-    kinds = (ends[i * len(W) : (i + 1) * len(W)] for i in range(3))
-    return o, loss, *(None if x[0] is None else list(x) for x in kinds)
+    return o, loss, *(None if x[0] is None else x for x in _split(ends, len(W)))
 
 
 class NativeScan(torch.autograd.Function):
