@@ -34,7 +34,7 @@ from .native_build_tnt import runs_native
 from .network_tnt import Net
 from .operators_tnt import Like, as_operator
 from .plan_tnt import Plan
-from .precision_tnt import full_precision
+from .precision_tnt import full_precision, wide
 from .projection_tnt import project_queries
 from .reverse_tnt import ChunkScan, layers
 from .scan_tnt import offsets, scan
@@ -127,7 +127,7 @@ def memory_naive(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, weights: list[Tens
 def _results(q, k, v, lr, weights, *, momentum=None, **options):
     """What `memory_chunkwise` returns, for `torch.export`."""
     (B, T, H, _), Hq, K = v.shape, q.shape[2], feature_width(options.get("feature_map", "identity"), q.shape[3])
-    dtype = torch.promote_types(torch.promote_types(q.dtype, weights[0].dtype), torch.float32)
+    dtype = wide(torch.promote_types(q.dtype, weights[0].dtype))
     W = [Like((B, *w.shape), dtype) for w in weights]
     M = Like((B, H, K, K), dtype) if options.get("query_projection", "none") != "none" else None
     state = MemoryState(W, W, None if momentum is None else W, M, Like((B,), torch.long))
@@ -245,7 +245,7 @@ def memory_chunkwise(
             if stored != used:
                 raise ValueError(f"initial_state.{name} must be {'a tensor' if used else 'None'} for these options")
 
-    dtype = torch.promote_types(torch.promote_types(q.dtype, weights[0].dtype), torch.float32)
+    dtype = wide(torch.promote_types(q.dtype, weights[0].dtype))
     operands = q.dtype if q.dtype == torch.bfloat16 else dtype
     groups = q.shape[2] // k.shape[2]
     asked, memory = implementation, (dtype, read, weights, operands, momentum is not None, groups)

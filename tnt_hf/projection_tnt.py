@@ -20,7 +20,7 @@ from .kernels_choice_tnt import choose, unsupported_projection
 from .kernels_parts_tnt import INTERPRETED
 from .network_tnt import SMALLEST_NORM, smooth_unit_vectors
 from .operators_tnt import Like, as_operator
-from .precision_tnt import full_precision
+from .precision_tnt import full_precision, wide
 
 
 IMPLEMENTATIONS = ("chunk", "naive", "triton", "auto")
@@ -131,8 +131,8 @@ def _causal(pairs: Tensor, groups: int) -> Tensor:
 
 def _results(q, k, *, output_final_state=False, **options):
     """What `project_queries` returns, for `torch.export`."""
-    (B, _, H, K), dtype = k.shape, torch.promote_types(q.dtype, torch.float32)
-    return Like(tuple(q.shape), q.dtype), Like((B, H, K, K), dtype) if output_final_state else None
+    B, _, H, K = k.shape
+    return Like(tuple(q.shape), q.dtype), Like((B, H, K, K), wide(q.dtype)) if output_final_state else None
 
 
 @as_operator("project_queries", _results)
@@ -184,7 +184,7 @@ def project_queries(
         check_projection_state(*initial_state, q, k.shape[2], q.shape[3])
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = wide(q.dtype)
     sizes = dtype, q.shape[3], q.dtype, q.shape[2] // k.shape[2]
     how = choose("implementation", implementation, q.device, unsupported_projection, *sizes)
     if initial_state is not None:
