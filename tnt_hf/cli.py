@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -117,18 +116,6 @@ def main(arguments: list[str] | None = None) -> int:
 # ------------------------------------------------------------------------------------------------------------ tnt info
 
 
-@dataclass(frozen=True)
-class LayerInfo:
-    """One layer of `tnt info`: parameter counts, and bytes of state and of keys and values per sequence."""
-
-    attention: str
-    memories: list[str]
-    base_parameters: int
-    memory_parameters: int
-    state_bytes: int
-    kv_bytes: int
-
-
 def load_config(source: str, overrides: list[str]):
     """The `TNTConfig` of a model ([`~config_sources.read_fields`]) with `FIELD=VALUE` applied.
 
@@ -202,14 +189,14 @@ def describe(config, context: int, dtype: str) -> dict:
         has_attention = not (config.variant == "lmm" and has_memory)
         attention = f"window {config.sliding_window}" if "sliding" in kind else "full"
         layers.append(
-            LayerInfo(
-                attention=attention if has_attention else "none",
-                memories=[memory_label(spec) for spec in config.memory_specs] if has_memory else [],
-                base_parameters=counts[str(index)]["base"],
-                memory_parameters=counts[str(index)]["memory"],
-                state_bytes=state_bytes // len(with_memory) if has_memory else 0,
-                kv_bytes=kv_bytes,
-            )
+            {
+                "attention": attention if has_attention else "none",
+                "memories": [memory_label(spec) for spec in config.memory_specs] if has_memory else [],
+                "base_parameters": counts[str(index)]["base"],
+                "memory_parameters": counts[str(index)]["memory"],
+                "state_bytes": state_bytes // len(with_memory) if has_memory else 0,
+                "kv_bytes": kv_bytes,
+            }
         )
     base = sum(count["base"] for count in counts.values())
     memory = sum(count["memory"] for count in counts.values())
@@ -218,9 +205,9 @@ def describe(config, context: int, dtype: str) -> dict:
         "dtype": dtype,
         "parameters": {"base": base, "memory": memory, "total": base + memory},
         "memory_state_bytes": state_bytes,
-        "kv_bytes": sum(layer.kv_bytes for layer in layers),
+        "kv_bytes": sum(layer["kv_bytes"] for layer in layers),
         "flops_per_token": flops_per_token(config, context),
-        "layers": [asdict(layer) for layer in layers],
+        "layers": layers,
     }
 
 
