@@ -119,8 +119,7 @@ def convolve_token(
     tail = tail.to(x.dtype)
     window = torch.cat([tail, x.transpose(1, 2)], -1)
     new_tail = window[..., 1:]
-    grad = torch.is_grad_enabled() or torch.is_autocast_enabled(window.device.type)
-    if not grad and all(is_one_product(conv, window.dtype) for conv in convs):
+    if not torch.is_autocast_enabled(window.device.type) and all(is_one_product(conv, window.dtype) for conv in convs):
         # For one token a convolution's set-up costs many times its arithmetic.
         weight = torch.cat([conv.weight for conv in convs])[:, 0]
         wide = window if window.dtype.itemsize >= 4 else window.float()
