@@ -574,7 +574,7 @@ class TNTModel(TNTPreTrainedModel):
             check_program(cache, position_ids)
         check_batch(cache, attention_mask, past, B, T)
 
-        segment_ids = known = None
+        segment_ids = None
         if cache is None or is_exporting() or not torch.compiler.is_compiling():
             known = attention_mask.get("memory") if isinstance(attention_mask, dict) else attention_mask
             known = known[:, -T:].to(torch.bool) if known is not None and known.ndim == 2 else None
