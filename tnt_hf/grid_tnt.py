@@ -57,12 +57,6 @@ class Grid(NamedTuple):
         tokens = F.pad(tokens, (0, shards * steps * C - T), value=B * T)
         return tokens.view(B, shards, steps, C).permute(2, 1, 0, 3).flatten()
 
-    def gather_rows(self, *parts: Tensor) -> Tensor:
-        """A dense grid's [B, T, H, G, K] each -> [N H, C G of all parts, K]: a chunk's rows of the first part, then of
-        the next."""
-        chunks = [self.chunks(x).flatten(-3, -2) for x in parts]
-        return torch.cat(chunks, -2).flatten(0, -3)
-
     def chunks(self, x: Tensor) -> Tensor:
         """A dense grid's [B, T, H, ...] -> [steps, shards, B, H, C, ...], which costs no copy; empty slots are 0."""
         (B, T, C), steps = self.size, len(self.counts)
@@ -243,7 +237,8 @@ class Layout(NamedTuple):
     def rows(self, *parts: Tensor) -> list[Tensor]:
         """[B, T, H, G, K] each -> [N H, C G of all parts, K]: a chunk's rows of the first part, then of the next."""
         if self.there is None:
-            return [self.grids[0].gather_rows(*parts)]
+            chunks = [self.grids[0].chunks(x).flatten(-3, -2) for x in parts]
+            return [torch.cat(chunks, -2).flatten(0, -3)]
         programs = [[x.flatten(1, 2) for x in self.programs(part)] for part in parts]
         return [x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*programs)]
 
