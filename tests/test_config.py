@@ -257,6 +257,8 @@ def test_flops_match_a_hand_count():
     assert found["base"] == 2 * (h * (q + 2 * kv) + q * h + 3 * h * TINY["intermediate_size"] + h * TINY["vocab_size"])
     assert found["total"] == found["base"] + found["attention"] + memory
     assert flops_per_token(tiny_config(sliding_window=None), 1000)["attention"] == 2 * 4 * q * 1000
+    one_tap, none = [flops_per_token(tiny_config(memory_conv_kernel=taps), 1000) for taps in (1, 0)]
+    assert one_tap == none, "a kernel of one tap is no convolution"
 
 
 def test_flops_of_a_memory_in_the_place_of_attention():

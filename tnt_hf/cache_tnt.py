@@ -176,7 +176,7 @@ class TNTCache(DynamicCache):
         for layer in self._memory_layers():
             layer._map_states(torch.zeros_like)  # the library's zeros in place are refused after inference mode
         super().reset()
-        self.unusable = None
+        self.unusable, self.holds_padding = None, False
 
     def nbytes(self) -> int:
         """Bytes of all tensors held, keys and values included."""

@@ -104,7 +104,7 @@ def flops_per_token(config: TNTConfig, context: int) -> dict[str, int]:
         memory = one * len(config.memory_specs)
         memory += len(config.memory_projection_intervals) * (4 * H * K * K + 2 * n * K * K)
         memory += 2 * h * (q + 2 * H * D) if config.memory_projections == "own" else 0
-        memory += 2 * config.memory_conv_kernel * (q + 2 * H * D)
+        memory += 2 * config.memory_conv_kernel * (q + 2 * H * D) if config.memory_conv_kernel > 1 else 0
         memory += {"add": 2 * h * config.num_attention_heads, "product": 2 * q * q}.get(config.memory_gate, 0)
         memory += 2 * q * h if config.variant != "mag" else 0
         memory *= len(memory_layers)

@@ -38,14 +38,16 @@ def build_masks(
     caches it does, as in the base models.
 
     Raises:
-        ValueError: an attention that cannot have persistent tokens or the packed rows, or a mask of attention alone
-            where there is a memory.
+        ValueError: an attention that cannot have persistent tokens or the packed rows, a mask of attention alone where
+            there is a memory, or none where the cache holds padding.
     """
     T, P, implementation = inputs_embeds.shape[1], config.num_persistent_tokens, config._attn_implementation
     _refuse_impossible(config, P, implementation, attention_mask, segment_ids)
     masks: dict[str, Any] = {"memory": _memory_mask(attention_mask, T, cache)}
     given = attention_mask is not None and attention_mask.ndim != 2  # a finished mask of attention
     padded = masks["memory"] is not None or getattr(cache, "holds_padding", False)
+    if padded and attention_mask is None:  # only of a compiled call: `check_continuation` looks at eager ones
+        raise ValueError(f"attention_mask is None, but {CACHE_NAME} holds padding: pass the mask of all tokens.")
     if T == 1 and not given and not padded and sees_whole_cache(implementation, cache):
         masks["sliding_attention"] = _full_window(config, implementation, cache, inputs_embeds)
         return masks | {"full_attention": None}

@@ -1,13 +1,14 @@
 """The memory's state in a layer of any of the library's hybrid caches: its slots, and how they are read and written.
 
 Axis legend
-    B batch   H memory heads   D memory head width   C tokens per chunk   S tokens between resets
+    B batch   H memory heads   D memory head width   K width of the projected keys
+    C tokens per chunk   S tokens between resets
 
 State slots of a layer with memory (`recurrent_states[j]`, in this order, see `memory_state_shapes`):
 
     for each memory, each per network layer [B, H, d_in, d_out]:
         W_t; W_xi, absent when C = 1 (it is W_t then); S_t, absent without momentum
-    for each distinct reset interval: M [B, H, D, D]
+    for each distinct reset interval: M [B, H, K, K]
     memory time [B] int64
 
 and `conv_states[0]` `[B, channels of q + k + v, kernel - 1]`, the convolution's last valid inputs. Everything is per
@@ -67,7 +68,7 @@ class LayerState:
     Attributes:
         conv: the convolution's last valid inputs `[B, channels, kernel - 1]` in the model's dtype, or `None`.
         memories: one [`MemoryState`] per memory; `projection` is `None` there, because memories share it.
-        projections: `{reset interval: M [B, H, D, D]}`.
+        projections: `{reset interval: M [B, H, K, K]}`.
         time: `[B]` int64.
     """
 
