@@ -5,6 +5,7 @@ Axis legend
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,6 @@ from tnt_hf.unit_tnt import TNTInitialWeights
 WIDE = ("memories.", "gate.scale", "gate.weight")
 
 
-def memory_layer(config: TNTConfig) -> TNTMemory:
-    """The memory of one layer without storage: its names and shapes."""
-    with torch.device("meta"):
-        return TNTMemory(config, config.memory_layer_indices[0])
-
-
 def initial_memory_tensors(
     config: TNTConfig, layer_tensors: Mapping[str, StoredTensor], dtype: str, seed: int
 ) -> Iterator[NewTensor]:
@@ -41,13 +36,14 @@ def initial_memory_tensors(
     """
     layers = config.memory_layer_indices
     wide = dtype if dtype == "F64" else "F32"
-    memory = memory_layer(config) if layers else None
+    with torch.device("meta"):  # of one layer: its names and shapes
+        memory = TNTMemory(config, layers[0]) if layers else None
     for layer in layers:
         values = InitialValues(config, memory, layer, seed)
         for name, shape in values.shapes.items():
             origin = layer_tensors.get(f"model.layers.{layer}.self_attn.{name}")
             if name not in ("q_proj.weight", "k_proj.weight", "v_proj.weight") or origin.shape != shape:
-                origin = values.maker(name)
+                origin = partial(values.make, name)
             stored_as = wide if name.startswith(WIDE) else dtype
             yield NewTensor(f"model.layers.{layer}.memory.{name}", stored_as, shape, origin)
 
@@ -63,12 +59,8 @@ class InitialValues:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in memory.state_dict().items()}
         self.first_seed = (seed * 100_003 + layer) * 1009
 
-    def maker(self, name: str):
-        """A function without arguments that makes the tensor `name`, the same one every time."""
-        return lambda: self.make(name)
-
     def make(self, name: str) -> Tensor:
-        """The float32 tensor `name` of this layer."""
+        """The float32 tensor `name` of this layer, the same one every time."""
         shape, std = self.shapes[name], self.std
         owner, _, leaf = name.rpartition(".")
         module = self.memory.get_submodule(owner)
