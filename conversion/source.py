@@ -294,7 +294,7 @@ def read_header(path: Path) -> list[StoredTensor]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError(f"{path}: the __metadata__ of its header is damaged")
-    tensors, spans = [], []
+    tensors = []
     for name, entry in header.items():
         try:
             dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -308,15 +308,15 @@ def read_header(path: Path) -> list[StoredTensor]:
         if dtype not in ITEMSIZE or math.prod(shape) * ITEMSIZE[dtype] != end - start:
             raise ValueError(f"{path}: tensor {name!r} has {end - start} bytes, not {dtype} {list(shape)}")
         tensors.append(StoredTensor(name, dtype, shape, path, 8 + length + start))
-        spans.append((8 + length + start, 8 + length + end))
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.nbytes))
     place = 8 + length
-    for start, end in sorted(spans):
-        if start != place:
-            raise ValueError(f"{path}: its tensors overlap or leave a gap at byte {min(start, place)}")
-        place = end
+    for tensor in tensors:
+        if tensor.start != place:
+            raise ValueError(f"{path}: its tensors overlap or leave a gap at byte {min(tensor.start, place)}")
+        place += tensor.nbytes
     if place != size:
         raise ValueError(f"{path}: is truncated or damaged: {size} bytes, its header describes {place}")
-    return sorted(tensors, key=lambda tensor: tensor.start)
+    return tensors
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
