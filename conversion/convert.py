@@ -184,7 +184,7 @@ def _check_settings(link, seed, window, keep, probe) -> int:
         raise ValueError(f"{name}={value!r}: needs a window; without one every layer keeps the source's attention")
     if not isinstance(probe, str | os.PathLike | None):
         raise ValueError(f"probe={probe!r}: must be a text or the path of a text file")
-    if keep is None or not isinstance(keep, str):
+    if not isinstance(keep, str):
         return 0
     match = re.fullmatch(r"auto:([1-9]\d*)", keep)
     if match is None:

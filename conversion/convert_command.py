@@ -107,13 +107,11 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--config {options.config}: must hold a mapping, not {type(settings).__name__}")
         for name in settings:
             check_name(name, f"--config {options.config}")
-    for name in OPTIONS:
-        if (value := getattr(options, name)) is not None:
-            settings[name] = value
+    given = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+    settings |= given
     for name in ("keep_full_attention", "memory_layers"):
         if isinstance(value := settings.get(name), str) and not value.startswith("auto"):
             settings[name] = parse_layers(value, name)
-    given = {name for name in OPTIONS if getattr(options, name) is not None}
     for text in options.fields:
         name, equals, value = text.partition("=")
         if not equals:
@@ -121,8 +119,7 @@ def read_settings(options: argparse.Namespace) -> dict[str, Any]:
         check_name(name, text)
         if name in given:
             raise ValueError(f"{text!r}: {name} is given twice")
-        given.add(name)
-        settings[name] = parse_value(value)
+        given[name] = settings[name] = parse_value(value)
     return settings
 
 
