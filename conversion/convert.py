@@ -23,7 +23,7 @@ from tnt_hf import __version__
 from tnt_hf.configuration_tnt import TNTConfig
 from tnt_hf.conversion.families import family_of, read_source_config, tnt_config
 from tnt_hf.conversion.head_start import READ, HeadStart
-from tnt_hf.conversion.manifest import MANIFEST, write_manifest
+from tnt_hf.conversion.manifest import write_manifest
 from tnt_hf.conversion.memory_tensors import initial_memory_tensors
 from tnt_hf.conversion.model_card import model_card, public_name
 from tnt_hf.conversion.plan import base_shards, is_same_bytes, our_tensors, parse_size
@@ -164,10 +164,10 @@ def convert_checkpoint(
         writer.weights(*base_shards(checkpoint, tensors, cast, most), memory)
         writer.companions()
         writer.code()
-        writer.config(config)
+        writer.text("config.json", config.to_json_string(use_diff=True))
         if conversion["plot"]:
-            writer.plot("window_errors.png", errors, layers, losses)
-        writer.text("README.md", model_card(config, conversion, checkpoint, target.name, MANIFEST))
+            writer.plot(errors, layers, losses)
+        writer.text("README.md", model_card(config, conversion, checkpoint, target.name))
         write_manifest(staging.folder, writer.entries(), conversion)
         staging.commit()
     return target

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from tnt_hf.configuration_tnt import TNTConfig
+from tnt_hf.conversion.manifest import MANIFEST
 from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, Source, inside
 
 
@@ -161,13 +162,13 @@ def ranges(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source, name: str, manifest: str) -> str:
+def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source, name: str) -> str:
     """
     The README.md of a conversion.
 
     Args:
         config: of the result. conversion: what the manifest says about it. checkpoint: the source.
-        name: of the result's folder. manifest: the name of the manifest.
+        name: of the result's folder.
     """
     source, window, closed = conversion["source"], conversion["window"], conversion["memory_starts_closed"]
     tokenizer = any(name in checkpoint.companions for name in TOKENIZERS)
@@ -184,7 +185,7 @@ def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source
     where = "every layer" if len(layers) == count else f"layers {ranges(layers)}"
     parameters = conversion["parameters"]
     rows = {
-        "source": f"{source}" + (f" at `{conversion['revision']}`" if conversion["revision"] else ""),
+        "source": source + (f" at `{conversion['revision']}`" if conversion["revision"] else ""),
         "architecture of the source": conversion["model_type"],
         "attention and memory": "; ".join(attention_summary(config)),
         "memories": "; ".join(
@@ -210,7 +211,7 @@ def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source
         settings="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
         probe=_probe(conversion),
         promises=_promises(conversion, bool(layers)),
-        manifest=manifest,
+        manifest=MANIFEST,
         untrained=_untrained(window, closed, bool(layers)),
     )
 

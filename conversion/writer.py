@@ -53,7 +53,7 @@ class Writer:
         check: bool,
         progress: bool,
         say: Callable[[str], object],
-        begun: HeadStart | None = None,
+        begun: HeadStart | None,
     ):
         self.source, self.folder, self.link, self.check = source, folder, link, check
         self.progress, self.say, self.begun = progress, say, begun
@@ -181,19 +181,14 @@ class Writer:
             copy_file(path, self.folder / path.name, lambda count: None)
             self._done(path.name, "copied")
 
-    def config(self, config: TNTConfig) -> None:
-        """`config.json`."""
-        self.text("config.json", config.to_json_string(use_diff=True))
-
-    def plot(
-        self, name: str, errors: list[float], chosen: list[int] | None, losses: list[float] | None = None
-    ) -> None:
+    def plot(self, errors: list[float], chosen: list[int] | None, losses: list[float] | None) -> None:
         """What a window does to each layer as a picture, see [`~sensitivity.plot`]."""
         from tnt_hf.conversion.sensitivity import plot
 
-        with naming(self.folder / name):
-            plot(errors, self.folder / name, chosen, losses)
-        self._done(name, "written")
+        path = self.folder / "window_errors.png"
+        with naming(path):
+            plot(errors, path, chosen, losses)
+        self._done(path.name, "written")
 
     def text(self, name: str, content: str) -> None:
         """A text file of our own."""

@@ -147,7 +147,7 @@ def _digest(card: str) -> str:
 def _card_of_conversion(model: Model, name: str, license: str | None) -> str:
     """The conversion's own card, under another name and with results where there are some."""
     config = TNTConfig.from_dict(dict(model.config))
-    card = conversion_card.model_card(config, model.conversion, read_source(model.folder), name, MANIFEST)
+    card = conversion_card.model_card(config, model.conversion, read_source(model.folder), name)
     parts = sections(card)
     own = {"": _completed(parts.pop(""), model, name, license)}
     for heading, body in parts.items():
