@@ -160,7 +160,7 @@ def _load_whole(
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"{name}: tensor {missing[0]!r} is missing.")
     inject(model, injection_from_dict(settings))
-    memory = _memory_names(model)
+    memory = tuple(f"{key}.memory." for key, module in model.named_modules() if is_injected(module))
     own = {key: tensor for key, tensor in model.state_dict().items() if key.startswith(memory)}
     # What the library does not know of the memory is compared below, under the names in the file: it renames some.
     strange = sorted(key for key in found["unexpected_keys"] if not key.startswith(memory))
@@ -185,10 +185,6 @@ def _auto_class(config: PreTrainedConfig, name: str) -> type:
         kinds = ", ".join(auto.__name__ for auto in AUTO_CLASSES)
         raise ValueError(f"{name}: architectures={config.architectures!r}: is not one that {kinds} make.")
     return AutoModelForCausalLM  # of code that comes with the checkpoint
-
-
-def _memory_names(model: nn.Module) -> tuple[str, ...]:
-    return tuple(f"{name}.memory." for name, module in model.named_modules() if is_injected(module))
 
 
 # ------------------------------------------------------------------------------------------------------------ adapters

@@ -70,11 +70,6 @@ class Shards:
             yield part[start : min(start + step, end)]
 
 
-def is_memory(name: str) -> bool:
-    """Whether a tensor belongs to a memory and not to the base."""
-    return ".memory." in name
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one dtype agree in every bit; NaN equals NaN, 0 does not equal -0."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
@@ -139,7 +134,7 @@ def check_finite(output: Path) -> tuple[bool, dict[str, Any]]:
 def check_base_weights(source: Path, output: Path, model_type: str, tied: bool) -> tuple[bool, dict[str, Any]]:
     """Every base tensor is the source's, bit by bit; of another dtype, the source's value rounded to it."""
     ours, theirs = Shards(output), Shards(source)
-    base = {name for name in ours.names() if not is_memory(name)}
+    base = {name for name in ours.names() if ".memory." not in name}
     changed, missing, matched, worst = [], [], set(), 0.0
     for name in theirs.names():
         first = 0
