@@ -262,8 +262,8 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
 
 def _reason(model: PreTrainedModel) -> str:
     config = model.config
-    if kind := {"tnt": "has its own memory; change its config instead"}.get(config.model_type):
-        return kind
+    if config.model_type == "tnt":
+        return "has its own memory; change its config instead"
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder model, and memory needs a causal decoder"
     text = config.get_text_config(decoder=True)
