@@ -186,7 +186,8 @@ def _hints() -> dict[str, Any]:
 
     hints = {}
     for kind in (ModelArguments, DataArguments, RunArguments, TrainingArguments):
-        hints |= {name: hint for name, hint in typing.get_type_hints(kind).items() if _is_field(kind, name)}
+        types_of = typing.get_type_hints(kind)
+        hints |= {field.name: types_of[field.name] for field in fields(kind) if field.init}
     return hints
 
 
@@ -302,10 +303,6 @@ def _parsed(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------- types and ranges
-
-
-def _is_field(kind: type, name: str) -> bool:
-    return any(field.name == name and field.init for field in fields(kind))
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
