@@ -111,16 +111,11 @@ def as_markdown(results: dict[str, Any]) -> str:
     lines += [f"- {task} failed: {reason}" for task, reason in results.get("failed", {}).items()]
     if perplexity := results.get("perplexity"):
         error = perplexity["standard_error"]
-        spread = (
-            "" if error is None else f" ± {_cell(error)} (standard error over {perplexity['documents']} documents)"
-        )
-        lines += [
-            "",
-            "## Perplexity",
-            "",
-            f"{_cell(perplexity['overall'])}{spread}, {perplexity['tokens']:,} tokens of",
-        ]
-        lines[-1] += f" {perplexity['data']['name']}. Position: tokens read before the predicted one."
+        over = f"standard error over {perplexity['documents']} documents"
+        spread = "" if error is None else f" ± {_cell(error)} ({over})"
+        what = f"{perplexity['tokens']:,} tokens of {perplexity['data']['name']}"
+        lines += ["", "## Perplexity", "", f"{_cell(perplexity['overall'])}{spread}, {what}."]
+        lines[-1] += " Position: tokens read before the predicted one."
         lines += ["", *_table(perplexity["by_position"])]
     notes = {
         "passkey": "Exact match of the greedy continuation; tokens from the key to the end of the question.",

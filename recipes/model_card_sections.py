@@ -273,13 +273,10 @@ def model_index(model: Model) -> list[EvalResult]:
     """The evaluation as the Hub's model-index has it, which has no place for what `tnt eval` warns of."""
     found, rows = model.evaluation, []
 
-    def add(dataset: str, kind: str, metric: str, value: float) -> None:
-        kind, metric = (
-            {"dataset_name": dataset, "dataset_type": kind},
-            {"metric_type": metric[0], "metric_name": metric[1]},
-        )
+    def add(dataset: str, kind: str, metric: tuple[str, str], value: float) -> None:
         task = {"task_type": "text-generation", "task_name": "Text Generation"}
-        rows.append(EvalResult(**task, **kind, **metric, metric_value=float(f"{value:.6g}")))
+        what = {"dataset_name": dataset, "dataset_type": kind, "metric_type": metric[0], "metric_name": metric[1]}
+        rows.append(EvalResult(**task, **what, metric_value=float(f"{value:.6g}")))
 
     perplexity = found.get("perplexity") or {}
     if perplexity.get("overall") is not None and not found.get("warnings"):
