@@ -318,9 +318,7 @@ def read_texts(
     The texts of a source, empty ones left out: all of them, or with `share` > 0 those held out; in the order of the
     source, or with its files (shards) in one that follows from `seed`.
     """
-    data = DataArguments(
-        name, dataset_config=config, dataset_split=split, streaming=streaming, text_column=text_column
-    )
+    data = DataArguments(streaming=streaming, text_column=text_column)
     source = open_source(name, config, split, data, "pretrain")
     return (as_text(x.content) for x in part(source, share, share > 0, seed) if x.content)
 
