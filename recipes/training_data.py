@@ -9,7 +9,7 @@ all have as many); or, with `streaming`, it tokenises while the run reads. A row
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ class Datasets:
     train: Dataset | IterableDataset
     eval: Dataset | None
     collator: RowCollator
-    facts: dict[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any]
+    state: dict[str, Any]
 
 
 def build_datasets(
