@@ -202,9 +202,6 @@ class RecipeTrainer(ResumableTrainer):
             except Exception as error:  # a plot is no reason to lose a run, nor to hide why one stopped
                 logger.warning("The plots could not be drawn: %s: %s", type(error).__name__, error)
 
-    def _window_dropouts(self) -> list[WindowDropout]:
-        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, WindowDropout)]
-
     # ------------------------------------------------------------------------------------------------------- one step
 
     def _issue_warnings_after_load(self, load_result):
@@ -329,8 +326,9 @@ class RecipeTrainer(ResumableTrainer):
             self._tokens_logged, self._clock = seen, time.perf_counter()
             logs |= {"peak_memory_mib": peak_memory_bytes(self.args.device) / 2**20} | self._rates
             earlier = next((entry["step"] for entry in reversed(self.state.log_history) if "loss" in entry), 0)
-            for callback in self._window_dropouts():
-                logs["window_dropout"] = callback.share(earlier, self.state.global_step)
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, WindowDropout):
+                    logs["window_dropout"] = callback.share(earlier, self.state.global_step)
         if "eval_loss" in logs:
             logs["eval_perplexity"] = perplexity_of(logs["eval_loss"])
         logs |= self._memory_log
