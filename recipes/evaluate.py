@@ -96,9 +96,9 @@ def evaluate(
 
 def _held_out(data: str | Iterable[str], held_out: float | None) -> float:
     from tnt_hf.recipes.corpus import HELD_OUT
-    from tnt_hf.recipes.evaluation_model import STDLIB
+    from tnt_hf.recipes.sources import STANDARD_LIBRARY
 
-    return (HELD_OUT if data == STDLIB else 0.0) if held_out is None else held_out
+    return (HELD_OUT if data == STANDARD_LIBRARY else 0.0) if held_out is None else held_out
 
 
 def _tasks(tasks: str | Iterable[str] | None) -> list[str]:
@@ -173,9 +173,10 @@ def main(arguments: list[str] | None = None) -> int:
     if missing := [name for name in ("matplotlib", "tqdm") if find_spec(name) is None]:
         raise ValueError(f"tnt eval needs {', '.join(missing)}: pip install 'tnt-hf[train]'")
 
-    from tnt_hf.recipes.evaluation_model import STDLIB, load_model, training_note
+    from tnt_hf.recipes.evaluation_model import load_model, training_note
     from tnt_hf.recipes.evaluation_report import as_markdown, check_output, write_evaluation
     from tnt_hf.recipes.model_folder import is_of_ours
+    from tnt_hf.recipes.sources import STANDARD_LIBRARY
     from tnt_hf.termination import orderly_termination
 
     if options.output is not None and not options.output.strip():
@@ -186,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         output = Path(options.output).expanduser()
     if not options.data.strip():
-        raise ValueError(f"--data {options.data!r}: must name {STDLIB}, a file, a folder or a dataset")
+        raise ValueError(f"--data {options.data!r}: must name {STANDARD_LIBRARY}, a file, a folder or a dataset")
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"--seed {options.seed}: must be at least 0 and below 2**32")
     data, written = (Path(realpath(path)) for path in (options.data, output))  # `resolve` of a loop raises before 3.13

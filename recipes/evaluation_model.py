@@ -26,7 +26,6 @@ from tnt_hf.recipes.sources import read_texts
 
 
 TOKENIZER_FILES = ("tokenizer_config.json", *TOKENIZERS)
-STDLIB = "python-stdlib"
 CHARACTERS_PER_TOKEN = 32  # how much of a long text is read to find that many tokens
 
 

@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import inject, language_model, load_injected, lora_config
 from tnt_hf.conversion.injection_config import injection_from_dict
+from tnt_hf.conversion.reload import ADAPTER_CONFIG
 from tnt_hf.conversion.source import read_json
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.arguments import NEW_MODELS, ModelArguments, RunArguments
@@ -28,9 +29,6 @@ from tnt_hf.recipes.loading_errors import naming
 from tnt_hf.recipes.memory_statistics import all_closed
 from tnt_hf.recipes.objectives import attention_modules, with_memory
 from tnt_hf.recipes.optimization import kind_of
-
-
-ADAPTER = "adapter_config.json"
 
 
 def load_tokenizer(model: ModelArguments, texts: Callable[[], Any]) -> Any:
@@ -145,7 +143,7 @@ def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
             TNT; an injection that does not fit.
     """
     options = _load_options(model)
-    if (Path(name) / ADAPTER).is_file():
+    if (Path(name) / ADAPTER_CONFIG).is_file():
         _refuse_fields(name, model, injected=True)
         with naming("model", name, model.attn_implementation):
             return load_injected(name, is_trainable=True, **options).train()
@@ -199,7 +197,7 @@ def _load_other(field: str, name: str, model: ModelArguments) -> nn.Module:
 
 def _holds_injection(name: str, model: ModelArguments) -> bool:
     """Whether a folder or Hub repository has a memory that the library alone would leave out."""
-    if (path := cached_file(name, ADAPTER, _raise_exceptions_for_missing_entries=False)) is not None:
+    if (path := cached_file(name, ADAPTER_CONFIG, _raise_exceptions_for_missing_entries=False)) is not None:
         return read_json(Path(path)).get("tnt_injection") is not None
     return hasattr(AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code), "tnt_injection")
 
@@ -273,7 +271,7 @@ def load_teacher(name: str, model: ModelArguments) -> nn.Module:
     if source is not None:
         teacher = _load_other("teacher" if model.teacher else "source" if model.source else "model", source, model)
     else:
-        if (Path(name) / ADAPTER).is_file():
+        if (Path(name) / ADAPTER_CONFIG).is_file():
             raise ValueError(f"teacher=None: must be given for {name!r}, an adapter")
         config = AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code)
         if config.model_type != "tnt":

@@ -11,17 +11,17 @@ from tnt_hf.conversion.files import write_json
 from tnt_hf.conversion.reload import ADAPTER_WEIGHTS
 from tnt_hf.conversion.source import INDEX, SINGLE, read_index
 from tnt_hf.recipes.environment import command_line, environment
+from tnt_hf.recipes.model_folder import TRAINING
 
 
-RECORD = "training.json"
 FORMAT = "tnt-training-1"
 
 
 def lacking(folder: Path) -> str | None:
     """What `folder` lacks of the results of a run that has ended, in one line; `None` if nothing. Of weights the
     headers are read, which tell the sizes."""
-    if not (folder / RECORD).is_file():
-        return f"{RECORD} is missing"
+    if not (folder / TRAINING).is_file():
+        return f"{TRAINING} is missing"
     paths, path = [x for name in (SINGLE, ADAPTER_WEIGHTS) if (x := folder / name).exists()], folder / INDEX
     try:
         if not paths and path.is_file():
@@ -69,4 +69,4 @@ def write_run_record(trainer, facts: dict[str, Any], counts: dict[str, int], met
         "seed": trainer.args.seed,
         "environment": environment(),
     }
-    write_json(trainer.folder / RECORD, record)
+    write_json(trainer.folder / TRAINING, record)

@@ -25,12 +25,13 @@ from tnt_hf.recipes.environment import peak_memory_bytes
 from tnt_hf.recipes.exact_resume import ResumableTrainer
 from tnt_hf.recipes.finite import stop_if_not_finite, warn_of_idle
 from tnt_hf.recipes.memory_statistics import first_row, gate_label, memory_statistics
+from tnt_hf.recipes.model_folder import TRAINING
 from tnt_hf.recipes.models import finished
 from tnt_hf.recipes.objectives import next_token, next_token_sums
 from tnt_hf.recipes.optimization import try_optimizer
 from tnt_hf.recipes.packing import FILLER
 from tnt_hf.recipes.preemption import CheckpointOnTermination
-from tnt_hf.recipes.run_record import RECORD, count_parameters, lacking, write_run_record
+from tnt_hf.recipes.run_record import count_parameters, lacking, write_run_record
 from tnt_hf.recipes.training_plots import draw_plots
 
 
@@ -172,7 +173,7 @@ class RecipeTrainer(ResumableTrainer):
                 logger.warning("The results in %s are written again, from %s: %s", self.folder, self._resumed, why)
         with self.saving(self.folder):
             if self.args.should_save:
-                (self.folder / RECORD).unlink(missing_ok=True)  # written last, it says that all of this is one run
+                (self.folder / TRAINING).unlink(missing_ok=True)  # written last, it says that all of this is one run
             self.save_model()
             if self.is_world_process_zero():
                 write_run_record(self, facts or {}, counts, metrics)
