@@ -11,7 +11,6 @@ and run in worker processes, as many at a time as there are cores.
 
 import argparse
 import json
-import os
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -31,7 +30,7 @@ from tnt_hf.recipes.demo_conversion import (
 )
 from tnt_hf.recipes.demo_conversion_report import conversion_results, draw, summary
 from tnt_hf.recipes.demo_jobs import run_jobs, shuffled
-from tnt_hf.recipes.environment import environment
+from tnt_hf.recipes.environment import cores, environment
 from tnt_hf.termination import orderly_termination
 
 
@@ -72,8 +71,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.only = [name for name in STUDENTS if name in (options.only or STUDENTS)]
     if options.workers is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        options.workers = min(4, cores)
+        options.workers = min(4, cores())
     for name in ("budget", "workers"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")

@@ -24,7 +24,7 @@ def environment(packages: tuple[str, ...] = ()) -> dict:
     status = tracked and _git("status", "--porcelain")
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "platform": platform.system(),
@@ -35,6 +35,11 @@ def environment(packages: tuple[str, ...] = ()) -> dict:
         "uncommitted_changes": None if status is None else bool(status),
         "source_sha256": _source_digest(),
     }
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def command_line() -> str:
