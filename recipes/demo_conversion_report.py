@@ -90,9 +90,8 @@ def conversion_results(done: dict, bytes_per_token: float) -> dict:
     }
     if STAGE2 in losses:
         results["stage2_difference"] = difference(losses[STAGE2], losses["hybrid"])
-    for key in ("evaluation", "sample"):
-        if "evaluation" in done:
-            results[key] = done["evaluation"][key]
+    if "evaluation" in done:
+        results |= {key: done["evaluation"][key] for key in ("evaluation", "sample")}
     return results
 
 

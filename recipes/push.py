@@ -89,15 +89,13 @@ def push(
     check_secrets(card.name, text)
     if not dry_run and not get_token():
         raise PermissionError("no token: run `hf auth login`, or set HF_TOKEN to a token with write access")
-    size = len(text)
     if not dry_run:
         write_card(folder, repo, regenerate=regenerate_card, license=license)
         if MANIFEST in files:
             add_digests(model.folder)
     contents: dict[str, bytes | Path] = {name: public_json(name, path) or path for name, path in files.items()}
-    sizes = {n: len(x) if isinstance(x, bytes) else x.stat().st_size for n, x in contents.items()} | {
-        "README.md": size
-    }
+    sizes = {n: len(x) if isinstance(x, bytes) else x.stat().st_size for n, x in contents.items()}
+    sizes["README.md"] = len(text)
     if dry_run:
         say(f"would upload to {repo}{f', branch {revision}' * (revision != 'main')} (nothing is sent):")
     for name, count in sorted(sizes.items()):
