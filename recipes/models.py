@@ -57,10 +57,10 @@ def build_model(
     run: RunArguments,
     *,
     output_dir: str | Path,
-    tokenizer: Any = None,
-    sequence_length: int | None = None,
-    seed: int = 0,
-    say: Callable[[str], object] = print,
+    tokenizer: Any,
+    sequence_length: int,
+    seed: int,
+    say: Callable[[str], object],
 ) -> tuple[nn.Module, nn.Module | None]:
     """
     The model to train, with `requires_grad` only where it learns, and its frozen teacher in the modes that have one.
@@ -99,7 +99,7 @@ def build_model(
 # --------------------------------------------------------------------------------------------------------- the student
 
 
-def new_model(model: ModelArguments, tokenizer: Any = None) -> nn.Module:
+def new_model(model: ModelArguments, tokenizer: Any) -> nn.Module:
     """
     A model with random weights, a preset of TNT's or a Llama: the tokenizer's vocabulary and special tokens, and
     `model_config`.
@@ -113,10 +113,8 @@ def new_model(model: ModelArguments, tokenizer: Any = None) -> nn.Module:
         )
     if _dtype(model).itemsize < 4:  # and the memory's weights are never less than float32
         raise ValueError(f"dtype={model.dtype!r}: a new model starts in float32; bf16: true computes in bfloat16")
-    fields = dict(PRESETS.get(model.model, {}))
-    if tokenizer is not None:
-        fields["vocab_size"] = vocabulary_size(tokenizer)
-        fields |= {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    fields = PRESETS.get(model.model, {}) | {"vocab_size": vocabulary_size(tokenizer)}
+    fields |= {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     if model.model in PRESETS:
         config = TNTConfig(**fields | model.model_config)
     else:
@@ -321,12 +319,12 @@ def _refuse_fields(name: str, model: ModelArguments, injected: bool) -> None:
         )
 
 
-def _check_sizes(model: nn.Module, tokenizer: Any, sequence_length: int | None) -> None:
-    rows, positions = model.get_input_embeddings().num_embeddings, None
-    if tokenizer is not None and (needed := vocabulary_size(tokenizer)) > rows:
+def _check_sizes(model: nn.Module, tokenizer: Any, sequence_length: int) -> None:
+    rows = model.get_input_embeddings().num_embeddings
+    if (needed := vocabulary_size(tokenizer)) > rows:
         raise ValueError(f"tokenizer: its ids need {needed} rows, but vocab_size={rows}")
     positions = getattr(model.config, "max_position_embeddings", None)
-    if sequence_length is not None and positions is not None and sequence_length > positions:
+    if positions is not None and sequence_length > positions:
         raise ValueError(
             f"sequence_length={sequence_length}: is more than max_position_embeddings={positions} of the model; raise"
             " it by model_config (for other models than TNT, in config.json), and rope_parameters where it needs that"
