@@ -22,8 +22,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion.families import tnt_config
-from tnt_hf.conversion.files import write_json
-from tnt_hf.recipes.benchmarks.measure import environment, summarise, take_turns
+from tnt_hf.recipes.benchmarks.measure import environment, summarise, take_turns, write
 from tnt_hf.recipes.demo_conversion import STUDENTS, ConversionPlan, teacher_config
 
 
@@ -200,9 +199,7 @@ def main(argv: list[str] | None = None) -> None:
         seed=args.seed,
     )
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        report = {"environment": environment(args.seed), "targets": TARGETS, "models": found}
-        write_json(args.out, report)
+        write(args.out, {"environment": environment(args.seed), "targets": TARGETS, "models": found})
 
 
 if __name__ == "__main__":

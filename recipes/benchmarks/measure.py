@@ -7,7 +7,9 @@ processes on a shared machine disturb far less. Ratios are formed inside a round
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from tnt_hf.conversion.files import write_json
 from tnt_hf.recipes import allocator
 from tnt_hf.recipes.environment import command_line
 from tnt_hf.recipes.environment import environment as recipes_environment
@@ -21,6 +23,12 @@ def environment(seed: int, **more) -> dict:
     found = recipes_environment(("titans-pytorch",))
     found |= {"malloc": allocator.settings(), "seed": seed, **more}
     return {"command": command_line(), "date": time.strftime("%Y-%m-%d", time.gmtime()), **found}
+
+
+def write(path: Path, content: dict) -> None:
+    """A result into a folder that is made if need be, all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, content)
 
 
 def take_turns(

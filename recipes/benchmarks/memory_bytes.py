@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from tnt_hf.conversion.files import write_json
 from tnt_hf.memory_tnt import memory_chunkwise
-from tnt_hf.recipes.benchmarks.measure import environment
+from tnt_hf.recipes.benchmarks.measure import environment, write
 
 
 def resident_bytes() -> tuple[int, int] | None:
@@ -90,8 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     json.dump({name: value for name, value in report.items() if name != "environment"}, sys.stdout, indent=1)
     print()
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.out, report)
+        write(args.out, report)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 
 from tnt_hf.recipes.benchmarks import miniature_report as report
 from tnt_hf.recipes.benchmarks import miniature_runs as runs
-from tnt_hf.recipes.benchmarks.measure import environment, spread, take_turns
+from tnt_hf.recipes.benchmarks.measure import environment, spread, take_turns, write
 from tnt_hf.recipes.benchmarks.miniature_models import VARIANTS, Plan, Rows, build, equal_configs, run
 from tnt_hf.recipes.corpus import read_corpus
 
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
             done = runs.collect(options.runs, list(VARIANTS), options.seeds, asdict(plan))
             result = report.study(done, options.seeds, plan) | {k: v for k, v in old.items() if k == "time"}
         if options.out:
-            runs.write(options.out, result)
+            write(options.out, result)
     print("\n".join(report.table(result)))
     if options.out:
         report.draw(result, options.out.with_suffix(""))

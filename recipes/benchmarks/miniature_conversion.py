@@ -27,7 +27,7 @@ from tnt_hf import TNTForCausalLM
 from tnt_hf.conversion import LiZACallback, LiZAConfig, convert_checkpoint, get_tptt_model, verify_conversion
 from tnt_hf.recipes import blocked_attention
 from tnt_hf.recipes.benchmarks import miniature_runs as runs
-from tnt_hf.recipes.benchmarks.measure import environment
+from tnt_hf.recipes.benchmarks.measure import environment, write
 from tnt_hf.recipes.benchmarks.miniature_report import mean_and_std, plus_minus
 from tnt_hf.recipes.corpus import read_corpus
 from tnt_hf.recipes.demo_conversion import MEMORY, ConversionData, ConversionPlan, measured_on, train_source
@@ -285,7 +285,7 @@ def main(arguments: list[str] | None = None) -> None:
         done |= runs.collect(options.runs, list(STUDENTS), options.seeds, settings_of(plan))
         result = study(done, options.seeds, plan)
         if options.out:
-            runs.write(options.out, result)
+            write(options.out, result)
     print("\n".join(table(result)))
     if options.out and result["rows"]:
         draw(result, options.out.with_suffix(".png"))

@@ -7,18 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tnt_hf.conversion.files import write_json
+from tnt_hf.recipes.benchmarks.measure import write
 
 
 def path_of(folder: Path, name: str, seed: int) -> Path:
     """The file of a run."""
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}-seed{seed}.json"
-
-
-def write(path: Path, content: dict) -> None:
-    """All of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, content)
 
 
 def read(folder: Path, name: str, seed: int, settings: dict) -> dict | None:
@@ -37,29 +31,21 @@ def read(folder: Path, name: str, seed: int, settings: dict) -> dict | None:
     return found
 
 
-def run_all(
-    folder: Path, names: list[str], seeds: list[int], settings: dict, work: Callable[..., dict]
-) -> dict[str, dict[int, dict]]:
+def run_all(folder: Path, names: list[str], seeds: list[int], settings: dict, work: Callable[..., dict]) -> None:
     """
     `work(name, seed, tell)` for every run that is not there yet, one after the other; each is written when it is done.
 
     Args:
-        settings: ready for JSON; what all runs of a study must have in common.
-
-    Returns:
-        `{name: {seed: result}}` with `settings` in every result, in the order of `names`.
+        settings: ready for JSON, and in every run; what all runs of a study must have in common.
     """
     settings, start = json.loads(json.dumps(settings)), time.perf_counter()
-    done = {name: {seed: read(folder, name, seed, settings) for seed in seeds} for name in names}
-    todo = [(name, seed) for name in names for seed in seeds if done[name][seed] is None]
+    todo = [(name, seed) for name in names for seed in seeds if read(folder, name, seed, settings) is None]
     for number, (name, seed) in enumerate(todo, 1):
-        if (found := read(folder, name, seed, settings)) is None:  # another process may have made it
+        if read(folder, name, seed, settings) is None:  # another process may have made it
             found = {"name": name, "seed": seed, "settings": settings, **work(name, seed, _progress(name, seed))}
             write(path_of(folder, name, seed), found)
-        done[name][seed] = found
         passed = time.perf_counter() - start
         print(f"[{passed:5.0f} s] {number} of {len(todo)}: {name}, seed {seed}", file=sys.stderr, flush=True)
-    return done
 
 
 def collect(folder: Path, names: list[str], seeds: list[int], settings: dict) -> dict[str, dict[int, dict]]:

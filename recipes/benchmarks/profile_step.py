@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from tnt_hf.conversion.files import write_json
 from tnt_hf.memory_tnt import memory_chunkwise
 from tnt_hf.recipes import blocked_attention
-from tnt_hf.recipes.benchmarks.measure import environment, spread, take_turns
+from tnt_hf.recipes.benchmarks.measure import environment, spread, take_turns, write
 from tnt_hf.recipes.benchmarks.train_models import SHAPES, TRANSFORMER, WINDOW, build, config_of
 
 
@@ -146,8 +145,7 @@ def main(argv: list[str] | None = None) -> None:
             f"two local memories of {heads} heads, C={C}: stacked {ratios['median']:.2f}x as fast as apart", flush=True
         )
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.out, report)
+        write(args.out, report)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 import tnt_hf.conversion
 import tnt_hf.recipes
-from tnt_hf.recipes.benchmarks.measure import environment
-from tnt_hf.recipes.benchmarks.miniature_runs import write
+from tnt_hf.recipes.benchmarks.measure import environment, write
 from tnt_hf.recipes.benchmarks.settings import Settings
 from tnt_hf.recipes.loading_errors import reading
 

@@ -26,10 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion import LiZACallback, LiZAConfig, inject, load_injected, lora_config
-from tnt_hf.conversion.files import write_json
 from tnt_hf.conversion.linear_attention import linear_attention
 from tnt_hf.conversion.schedules import mag_modules
-from tnt_hf.recipes.benchmarks.measure import NOT_MEASURED, environment
+from tnt_hf.recipes.benchmarks.measure import NOT_MEASURED, environment, write
 
 
 WEIGHT, CHUNK = 0.5, 64
@@ -320,8 +319,7 @@ def main(argv: list[str] | None = None) -> None:
         report["rows"][name] = entry
         print(f"{name}\n  tnt-hf  {results[0]}\n  TPTT    {entry['TPTT'][0] if theirs else NOT_MEASURED}", flush=True)
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.out, report)
+        write(args.out, report)
 
 
 if __name__ == "__main__":
