@@ -30,10 +30,10 @@ TARGETS = {"eager over Llama": 0.5, "compiled over Llama": 0.8, "long over short
 PIECE = 4096  # tokens per call while a cache is filled
 
 
-def tnt_models(vocab_size: int = 1024) -> dict[str, TNTConfig]:
+def tnt_models() -> dict[str, TNTConfig]:
     """The demo's hybrid after stage 2, and TNT from scratch in the same shape."""
     plan = ConversionPlan()
-    source = teacher_config(plan, vocab_size)
+    source = teacher_config(plan, plan.vocab_size)
     stage_2 = {"local_chunk_sizes": [1]}
     shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     shape += ("num_key_value_heads", "tie_word_embeddings", "bos_token_id", "eos_token_id")
@@ -44,9 +44,10 @@ def tnt_models(vocab_size: int = 1024) -> dict[str, TNTConfig]:
     }
 
 
-def llama_of(parameters: int, vocab_size: int = 1024) -> LlamaForCausalLM:
+def llama_of(parameters: int) -> LlamaForCausalLM:
     """The demo's Llama with its MLP widened to `parameters` at least."""
-    config = teacher_config(ConversionPlan(), vocab_size)
+    plan = ConversionPlan()
+    config = teacher_config(plan, plan.vocab_size)
     missing = parameters - LlamaForCausalLM(config).num_parameters()
     per_channel = 3 * config.hidden_size * config.num_hidden_layers
     config.intermediate_size += max(0, round(missing / per_channel))

@@ -16,6 +16,7 @@ size of a whole training step, 0.5M tokens, and the time of its kernels alone. W
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -97,12 +98,7 @@ def double(x):
     return type(x)(double(y) for y in x) if isinstance(x, list | tuple) else x
 
 
-def triton(*args, **options):
-    return memory_chunkwise(*args, implementation="triton", **options)
-
-
-def chunk(*args, **options):
-    return memory_chunkwise(*args, implementation="chunk", **options)
+triton, chunk = (partial(memory_chunkwise, implementation=name) for name in ("triton", "chunk"))
 
 
 def errors(wanted, got) -> tuple[float, float]:

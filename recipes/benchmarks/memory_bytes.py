@@ -44,9 +44,8 @@ def measure(args) -> dict:
         return x
 
     options = {"chunk_size": args.chunk_size, "reset_interval": args.reset_interval}
-    memory_chunkwise(*(x[:, :64] for x in leaves[:4]), weights, **options)[
-        0
-    ].sum().backward()  # code pages and workspaces
+    some = [x[:, :64] for x in leaves[:4]]
+    memory_chunkwise(*some, weights, **options)[0].sum().backward()  # code pages and workspaces
     for x in leaves:
         x.grad = torch.zeros_like(x)
     before = resident_bytes()

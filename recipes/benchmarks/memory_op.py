@@ -127,9 +127,8 @@ class SameNeuralMemory(nn.Module):
         q, k, v = (
             f(y).unflatten(-1, (self.heads, -1)) for f, y in ((self.q, reading), (self.k, storing), (self.v, storing))
         )
-        lr = self.lr(storing).sigmoid() * (
-            self.max_lr * 2 / k.shape[-1]
-        )  # its loss: a mean over the width, not half a sum
+        # its loss: a mean over the width, not half a sum
+        lr = self.lr(storing).sigmoid() * (self.max_lr * 2 / k.shape[-1])
         decay = self.decay(storing.unflatten(1, (-1, C)).mean(2)).sigmoid()
         decay = nn.functional.pad(decay[:, :, None], (0, 0, 0, C - 1)).flatten(1, 2)  # by a chunk's first token alone
         q = nn.functional.pad(q, (0, 0, 0, 0, 1, C - 1))  # read by the next token's weights
