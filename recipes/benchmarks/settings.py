@@ -127,9 +127,6 @@ class Suite:
     settings: type[Settings]
     quick: dict[str, Any]
 
-    def default(self, quick: bool) -> Settings:
-        return self.settings(**self.quick) if quick else self.settings()
-
 
 SUITES: dict[str, Suite] = {
     "memory": Suite(
@@ -185,4 +182,4 @@ def read_options(options: argparse.Namespace, suite: Suite, quick: bool) -> Sett
     names = [option.name for option in dataclasses.fields(suite.settings)]
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    return dataclasses.replace(suite.default(quick), **given)
+    return suite.settings(**(suite.quick if quick else {}) | given)
