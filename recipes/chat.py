@@ -62,6 +62,7 @@ class ChatEncoder:
             )
         self.tokenizer, self.assistant_only, self.row_length = tokenizer, assistant_only, row_length
         self.template = tokenizer.get_chat_template()
+        self.rendering = {"chat_template": STOPPED_CLOCK + self.template, "date_string": DATE.strftime("%d %b %Y")}
         self.marked = GENERATION.search(self.template) is not None
 
     def settings(self) -> dict:
@@ -101,11 +102,7 @@ class ChatEncoder:
         # Not the mask of apply_chat_template: it marks all that follows a block whose last character belongs to the
         # first token, or to none, as blanks do that a tokenizer's normaliser drops.
         _, (spans,) = render_jinja_template(
-            [messages],
-            chat_template=STOPPED_CLOCK + self.template,
-            return_assistant_tokens_mask=True,
-            date_string=DATE.strftime("%d %b %Y"),
-            **self.tokenizer.special_tokens_map,
+            [messages], return_assistant_tokens_mask=True, **self.rendering, **self.tokenizer.special_tokens_map
         )
         return spans
 
@@ -127,11 +124,7 @@ class ChatEncoder:
 
     def _render(self, messages: list[dict], prompt: bool = False) -> str:
         return self.tokenizer.apply_chat_template(
-            messages,
-            chat_template=STOPPED_CLOCK + self.template,
-            tokenize=False,
-            add_generation_prompt=prompt,
-            date_string=DATE.strftime("%d %b %Y"),
+            messages, tokenize=False, add_generation_prompt=prompt, **self.rendering
         )
 
     def _tokens(self, text: str) -> list[int]:
