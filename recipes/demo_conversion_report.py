@@ -15,6 +15,7 @@ from tnt_hf.recipes.pictures import finish
 
 SOURCE, WINDOW, STAGE2 = "source", "window", "hybrid, stage 2"
 POINT = 32  # tokens of a point of the picture
+SAMPLES = 1000  # resamplings of the windows of text for a standard error
 # What was measured, by its name in results.json, in the order of the table.
 LABELS = {
     SOURCE: "Llama, full attention",
@@ -28,13 +29,12 @@ LABELS = {
 }
 
 
-def recovered(losses: np.ndarray, source: np.ndarray, window: np.ndarray, samples: int = 1000) -> dict:
+def recovered(losses: np.ndarray, source: np.ndarray, window: np.ndarray) -> dict:
     """
     Share of what the window cost that came back: 0 is the converted model before training, 1 the source.
 
     Args:
         losses, source, window: `[N, T - 1]` nats per token on the same text.
-        samples: resamplings of the N windows (seed 0) for the standard errors.
 
     Returns:
         `perplexity` and `loss`: the share of the difference in perplexity and in nats; `..._standard_error` of both.
@@ -46,7 +46,7 @@ def recovered(losses: np.ndarray, source: np.ndarray, window: np.ndarray, sample
         p_after, p_full, p_narrow = np.exp([after, full, narrow])
         return (p_narrow - p_after) / (p_narrow - p_full), (narrow - after) / (narrow - full)
 
-    rows = np.random.default_rng(0).integers(0, means.shape[1], (samples, means.shape[1]))
+    rows = np.random.default_rng(0).integers(0, means.shape[1], (SAMPLES, means.shape[1]))
     spread = np.array([shares(means[:, row]) for row in rows]).std(0)
     share = shares(means)
     return {
