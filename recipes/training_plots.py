@@ -16,24 +16,20 @@ PANELS = {
 LINEAR = ("gate", "share")  # of the output, where small is as good as none
 
 
-def draw_plots(log: list[dict], folder: Path, gate: str = PANELS["gate"][1]) -> list[Path]:
+def draw_plots(log: list[dict], folder: Path, gate: str = PANELS["gate"][1]) -> None:
     """
-    Draw what there is to draw of a `Trainer`'s log history.
+    Draw what there is to draw of a `Trainer`'s log history: loss.png if a loss was logged, gates.png if a memory was.
 
     Args:
         log: the history.
         folder: where the files go.
         gate: what the gate's value is and when it is closed, see [`~recipes.memory_statistics.gate_label`].
-
-    Returns:
-        The files written: loss.png if a loss was logged, gates.png if a memory was.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    written = []
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK, "axes.grid": True}
     style |= {
         "grid.color": GRID,
@@ -51,8 +47,6 @@ def draw_plots(log: list[dict], folder: Path, gate: str = PANELS["gate"][1]) -> 
                 figure.savefig(unfinished, format="png", bbox_inches="tight")
                 pyplot.close(figure)
                 unfinished.replace(folder / name)
-                written.append(folder / name)
-    return written
 
 
 def smoothed(values: list[float], reach: int | None = None) -> list[float]:

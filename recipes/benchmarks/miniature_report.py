@@ -202,16 +202,16 @@ def table(result: dict) -> list[str]:
     return lines
 
 
-def draw(result: dict, stem: Path) -> list[Path]:
-    """Writes `<stem>_perplexity.png`, `<stem>_position.png` and, with times, `<stem>_time.png`. Returns the paths."""
+def draw(result: dict, stem: Path) -> None:
+    """Writes `<stem>_perplexity.png`, `<stem>_position.png` and, with times, `<stem>_time.png`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows, written = result.get("rows", {}), []
+    rows = result.get("rows", {})
     if not rows:
-        return written
+        return
 
     def picture(what: str) -> Path:
         return stem.with_name(f"{stem.name}_{what}.png")
@@ -227,7 +227,7 @@ def draw(result: dict, stem: Path) -> list[Path]:
     axes.set_yticks(range(len(rows)), list(reversed(rows)), fontsize=8)
     axes.grid(axis="x", alpha=0.3)
     axes.set(xlabel="held-out perplexity, mean and standard deviation", title=size)
-    written.append(finish(figure, picture("perplexity")))
+    finish(figure, picture("perplexity"))
 
     figure, axes = pyplot.subplots(figsize=(10.5, 5))
     zero = BASELINE if BASELINE in rows else next(iter(rows))  # text differs in difficulty from place to place
@@ -240,7 +240,7 @@ def draw(result: dict, stem: Path) -> list[Path]:
     axes.set_xscale("log", base=2)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    written.append(finish(figure, picture("position")))
+    finish(figure, picture("position"))
 
     if length := next((x for x in result.get("time", {}).get("milliseconds_per_token", {})), None):
         figure, axes = pyplot.subplots(figsize=(10.5, 5))
@@ -253,5 +253,4 @@ def draw(result: dict, stem: Path) -> list[Path]:
         axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
         axes.set(xlabel=f"µs per token of training, rows of {length}, one thread", ylabel="held-out perplexity")
         axes.set_title(f"{size}, {plan['steps'] * plan['batch_size'] * plan['length'] / 1e6:.2f}M tokens")
-        written.append(finish(figure, picture("time")))
-    return written
+        finish(figure, picture("time"))

@@ -72,12 +72,9 @@ def start(path: Path, head: dict[str, Any], overwrite: bool) -> dict[str, Any]:
     return found
 
 
-def run_suite(name: str, module: ModuleType, settings: Settings, folder: Path, overwrite: bool = False) -> dict:
+def run_suite(name: str, module: ModuleType, settings: Settings, folder: Path, overwrite: bool) -> None:
     """
     Measures every row that is not there yet, writes `folder/name.json` after each, then the summary and the picture.
-
-    Returns:
-        The result as it was written.
 
     Raises:
         ValueError: see [`start`] and the suite. SystemExit: a contestant is wrong.
@@ -102,4 +99,3 @@ def run_suite(name: str, module: ModuleType, settings: Settings, folder: Path, o
     write(path, result)
     print("\n".join(module.table(result)))
     print(f"\n{path}\n{draw_file(path)}")
-    return result
