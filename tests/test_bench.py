@@ -233,7 +233,7 @@ def test_wrong_decoding_is_not_timed(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------- command line
 
 
-@pytest.mark.parametrize("arguments", [["--list"], ["--help"], ["train", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--list"], ["--list", "train"], ["--help"], ["train", "--help"]], ids=" ".join)
 def test_help_comes_at_once_and_without_torch(arguments):
     environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
     start = time.perf_counter()

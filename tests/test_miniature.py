@@ -203,6 +203,8 @@ def test_a_training_that_ends_in_no_number_is_reported_as_such(sources):
         ([(1.9, 2.0), (1.7, 2.0), (1.8, 2.0), (1.8, 2.0)], "agrees"),  # but not for four
         ([(1.0, 2.0), (1.4, 2.0)], "undecided"),  # two seeds are hardly enough for anything
         ([(1.0, 2.0)], "undecided"),
+        ([(1.9, 2.0), (2.05, 2.0)] * 6, "undecided"),  # twelve, more than the table has
+        ([(1.9, 2.0), (1.8, 2.0)] * 6, "agrees"),
     ],
 )
 def test_verdict_is_a_paired_t_test(pairs, expected):

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         ValueError: an unknown suite, a value that does not fit, or a result that would be overwritten.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments == ["--list"]:
+    if arguments[:1] == ["--list"]:
         print("\n".join(_listing()))
         return 0
     name = arguments[0] if arguments and not arguments[0].startswith("-") else None

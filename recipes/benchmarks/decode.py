@@ -96,7 +96,9 @@ def llama_contestant(llama, batch: int, context: int, steps: int, g: torch.Gener
     return greedy(torch.compile(llama.forward), cache, batch, steps, rewind)
 
 
-def tnt_contestant(model, batch: int, context: int, steps: int, g: torch.Generator, compiled: bool) -> Callable:
+def tnt_contestant(
+    model, batch: int, context: int, steps: int, g: torch.Generator, compiled: bool
+) -> tuple[Callable, int | None]:
     """A model with memory that has read `context` tokens, and how many bytes it keeps."""
     cache = StaticCache(model.config, max_cache_len=context + steps) if compiled else TNTCache(model.config)
     fill(model, cache, batch, context, g)

@@ -67,7 +67,8 @@ def difference(better: dict[int, dict], worse: dict[int, dict]) -> dict:
 def verdict(found: dict) -> str:
     """`agrees`, `disagrees`, or `undecided` where the 95% interval of the mean (Student's t) holds zero."""
     count = len(found["seeds"])
-    if count < 2 or abs(found["mean"]) <= STUDENT[count] * found["std"] / math.sqrt(count):
+    factor = STUDENT.get(count, STUDENT[10])  # beyond the table its last one, which is on the careful side
+    if count < 2 or abs(found["mean"]) <= factor * found["std"] / math.sqrt(count):
         return "undecided"
     return "agrees" if found["mean"] < 0 else "disagrees"
 
