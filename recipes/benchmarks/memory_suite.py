@@ -24,6 +24,7 @@ from tnt_hf.recipes.benchmarks.settings import MemorySettings
 RIVALS = ("vmap(grad)", "TTT-MLP", "titans-pytorch")
 OURS, THEIRS = "tnt-hf", "vmap(grad)"
 FULL = ", momentum and forgetting"
+KINDS = {"": None, FULL: "init", f"{FULL} to zero": "zero"}  # and toward what the memory forgets
 # float32 sums in another order; gradients pass through hundreds of chunks
 TOLERANCE = 1e-4
 # Of our speed without momentum and forgetting, how much is kept with both.
@@ -38,10 +39,11 @@ def _loss(weights: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> Tensor:
 _token_gradients = vmap(vmap(grad(_loss), in_dims=(None, 0, 0)))  # [H, C, ...] of weights [H, ...]
 
 
-def vmap_grad(q, k, v, lr, w1, w2, momentum=None, decay=None, *, chunk_size: int) -> Tensor:
+def vmap_grad(q, k, v, lr, w1, w2, momentum=None, decay=None, *, chunk_size: int, target: str | None) -> Tensor:
     """The memory with `read="current"`: q, k, v `[1, T, H, D]`, gates `[1, T, H]`, weights `[H, D, D]` -> o."""
-    first = weights = (w1, w2)
-    steps = tuple(torch.zeros_like(w) for w in first)
+    weights = (w1, w2)
+    steps = zeros = tuple(torch.zeros_like(w) for w in weights)
+    targets = zeros if target == "zero" else weights
     chunked = [
         None if x is None else x[0].transpose(0, 1).split(chunk_size, 1) for x in (q, k, v, lr, momentum, decay)
     ]
@@ -57,16 +59,16 @@ def vmap_grad(q, k, v, lr, w1, w2, momentum=None, decay=None, *, chunk_size: int
                 mu, alpha = mu_c[:, t, None, None], alpha_c[:, t, None, None]
                 steps = tuple(mu * s + g[:, t] for s, g in zip(steps, updates))
                 last = tokens[-1] if tokens else weights
-                tokens.append(tuple(torch.lerp(w, w0, alpha) + s for w, w0, s in zip(last, first, steps)))
+                tokens.append(tuple(torch.lerp(w, to, alpha) + s for w, to, s in zip(last, targets, steps)))
             every = [torch.stack(x, 1) for x in zip(*tokens)]
         outputs.append((F.silu(q_c[:, :, None] @ every[0]) @ every[1]).squeeze(2))
         weights = tuple(w[:, -1] for w in every)
     return torch.cat(outputs, 1).transpose(0, 1)[None]
 
 
-def ours(q, k, v, lr, w1, w2, momentum=None, decay=None, *, chunk_size: int) -> Tensor:
+def ours(q, k, v, lr, w1, w2, momentum=None, decay=None, *, chunk_size: int, target: str | None) -> Tensor:
     """The same of this package."""
-    gates = {} if momentum is None else {"momentum": momentum, "decay": decay}
+    gates = {} if momentum is None else {"momentum": momentum, "decay": decay, "decay_target": target}
     return memory_chunkwise(q, k, v, lr, [w1, w2], **gates, chunk_size=chunk_size)[0]
 
 
@@ -81,27 +83,27 @@ def inputs(settings: MemorySettings, full: bool) -> list[Tensor]:
     return [x.to(settings.device).requires_grad_() for x in (q, k, v, lr, *weights, *gates)]
 
 
-def _call(function, tensors: list[Tensor], chunk_size: int):
+def _call(function, tensors: list[Tensor], chunk_size: int, target: str | None):
     d_o = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(1)).to(tensors[0].device)
 
     def call():
-        o = function(*tensors, chunk_size=chunk_size)
+        o = function(*tensors, chunk_size=chunk_size, target=target)
         return o, *torch.autograd.grad(o, tensors, d_o)
 
     return call
 
 
 def against_vmap(chunk_size: int, settings: MemorySettings, tell) -> dict:
-    """Four contestants: both sides, plain and with momentum and forgetting."""
+    """Both sides, plain and with momentum and forgetting; toward zero, theirs is only checked."""
     calls, differences = {}, {}
-    for kind, full in (("", False), (FULL, True)):
-        tensors = inputs(settings, full)
-        calls[OURS + kind], calls[THEIRS + kind] = (_call(f, tensors, chunk_size) for f in (ours, vmap_grad))
+    for kind, target in KINDS.items():
+        tensors = inputs(settings, full=target is not None)
+        calls[OURS + kind], theirs = (_call(f, tensors, chunk_size, target) for f in (ours, vmap_grad))
         tell(f"checking{kind}")
         name = f"{THEIRS}{kind} against {OURS} at C={chunk_size}"
-        differences[kind.lstrip(", ") or "plain"] = require_agreement(
-            name, calls[THEIRS + kind](), calls[OURS + kind](), TOLERANCE
-        )
+        differences[kind.lstrip(", ") or "plain"] = require_agreement(name, theirs(), calls[OURS + kind](), TOLERANCE)
+        if target != "zero":
+            calls[THEIRS + kind] = theirs
     seconds = take_turns(calls, settings.rounds, tell=tell)
     return {"largest_relative_difference": differences} | summarise(seconds, OURS, settings.tokens)
 
@@ -142,7 +144,7 @@ def measure(name: str, settings: MemorySettings, tell) -> dict:
 def summary(found: dict[str, dict], settings: MemorySettings) -> dict:
     """How many times faster this package is, per rival, kind and chunk size, and which targets that meets."""
     faster: dict[str, dict[str, dict]] = {}
-    kept = {}
+    kept: dict[str, dict[str, dict]] = {kind.lstrip(", "): {} for kind, target in KINDS.items() if target}
     for row, entry in found.items():
         rival, _, size = row.rpartition(" C=")
         if rival == THEIRS:
@@ -151,7 +153,8 @@ def summary(found: dict[str, dict], settings: MemorySettings) -> dict:
                 faster.setdefault(rival + kind, {})[size] = times_faster(
                     seconds, OURS + kind, THEIRS + kind, settings.clock
                 )
-            kept[size] = times_faster(seconds, OURS + FULL, OURS, settings.clock)
+            for kind in kept:
+                kept[kind][size] = times_faster(seconds, f"{OURS}, {kind}", OURS, settings.clock)
             continue
         other = "ttt-lm" if rival == "TTT-MLP" else rival
         for kind, result in entry.items():
@@ -167,10 +170,10 @@ def summary(found: dict[str, dict], settings: MemorySettings) -> dict:
         for size, ratio in sizes.items()
         if isinstance(ratio, dict) and int(size) in targets.get(name.split()[0], {})
     }
-    holds |= {f"momentum and forgetting C={size}": ratio["median"] >= FULL_SPEED for size, ratio in kept.items()}
-    return {"times_faster": faster, "speed_kept_with_momentum_and_forgetting": kept, "holds": holds} | {
-        "targets": {**targets, "momentum and forgetting": FULL_SPEED}
-    }
+    for kind, sizes in kept.items():
+        holds |= {f"{kind} C={size}": ratio["median"] >= FULL_SPEED for size, ratio in sizes.items()}
+    targets |= dict.fromkeys(kept, FULL_SPEED)
+    return {"times_faster": faster, "speed_kept": kept, "holds": holds, "targets": targets}
 
 
 def table(result: dict) -> list[str]:
@@ -182,6 +185,6 @@ def table(result: dict) -> list[str]:
         return f"{ratio['median']:.2f}" if isinstance(ratio, dict) else ratio or ""
 
     lines = [(name, *(cell(by_size.get(s)) for s in sizes)) for name, by_size in found["times_faster"].items()]
-    kept = found["speed_kept_with_momentum_and_forgetting"]
-    lines.append(("speed kept with momentum and forgetting", *(cell(kept.get(s)) for s in sizes)))
+    for kind, kept in found["speed_kept"].items():
+        lines.append((f"speed kept with {kind}", *(cell(kept.get(s)) for s in sizes)))
     return columns([("times faster than", *(f"C = {s}" for s in sizes)), *lines])
