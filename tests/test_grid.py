@@ -98,3 +98,86 @@ def test_a_grid_made_in_inference_mode_serves_no_training():
     q.requires_grad_()
     memory_chunkwise(q, k, v, lr, weights, chunk_size=4, mask=mask)[0].sum().backward()
     assert q.grad.abs().sum() > 0
+
+
+# ----------------------------------------------------------------------------- parts that go on from a memory's state
+
+
+@pytest.fixture
+def lately(monkeypatch) -> None:
+    monkeypatch.setattr(grid_tnt, "_LATELY", ())
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_all_layers_go_on_in_one_grid(made, lately, padded, monkeypatch):
+    """Three memories of two chunk sizes and a projection: three grids for all layers, as in a model of one layer. What
+    comes out is what a grid of each layer's own gives."""
+    ids, mask = tokens(2, 40), PADDED if padded else None
+
+    def logits(layers: int, piece: int = 7) -> torch.Tensor:
+        model, cache, found = tiny_model(num_hidden_layers=layers), None, []
+        made.clear()
+        with torch.no_grad():
+            for i in range(0, 40, piece):
+                part = None if mask is None else mask[:, : i + piece]
+                out = model(ids[:, i : i + piece], attention_mask=part, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                found.append(out.logits)
+        return torch.cat(found, 1)
+
+    logits(1)
+    of_one = len(made)
+    shared = logits(4)
+    assert len(made) == of_one > 0
+    monkeypatch.setattr(grid_tnt, "LARGEST", 0)
+    assert logits(4).equal(shared) and len(made) > 3 * of_one
+
+
+def test_parts_at_other_times_take_no_grid_of_each_other(lately, monkeypatch):
+    """Conversations in turn, of rows at different times, with and without padding; float32 to the bit."""
+    (q, k, v, lr), weights, _ = make_inputs(B=2, T=48)
+
+    def part(a, b, state=None, mask=None):
+        tokens = (x[:, a:b] for x in (q, k, v, lr))
+        return memory_chunkwise(
+            *tokens, weights, chunk_size=4, reset_interval=16, initial_state=state, mask=mask, output_final_state=True
+        )
+
+    def conversations() -> list:
+        holes = torch.ones(2, 9, dtype=torch.bool)
+        holes[0, 2:5] = False
+        states = [part(0, n)[1] for n in (3, 4, 9)] + [part(0, 9, mask=holes)[1]]
+        out = []
+        for mask in (None, holes, ~holes, None):
+            for i, state in enumerate(states):
+                o, states[i] = part(20, 29, state, mask)
+                other, end = part(20, 29, state, ~holes)
+                out += [o, states[i].time, *states[i].weights, other, end.time]
+        return out
+
+    shared = conversations()
+    monkeypatch.setattr(grid_tnt, "LARGEST", 0)
+    assert all(a.equal(b) for a, b in zip(conversations(), shared, strict=True))
+
+
+def test_a_state_s_time_is_the_caller_s_own(lately):
+    (q, k, v, lr), weights, _ = make_inputs(T=12)
+    options = {"chunk_size": 4, "output_final_state": True}
+    _, first = memory_chunkwise(q, k, v, lr, weights, **options)
+    for _ in range(2):
+        _, state = memory_chunkwise(q, k, v, lr, weights, initial_state=first, **options)
+        assert state.time.tolist() == [24]
+        state.time.add_(5)
+
+
+def test_few_grids_are_kept_and_none_of_inference_mode_for_training(lately):
+    (q, k, v, lr), weights, _ = make_inputs(T=12)
+    q.requires_grad_()
+    for C in range(1, 2 * grid_tnt.KEPT):
+        options = {"chunk_size": C, "output_final_state": True}
+        with torch.no_grad():
+            state = memory_chunkwise(q, k, v, lr, weights, **options)[1]
+        with torch.inference_mode():
+            memory_chunkwise(q, k, v, lr, weights, initial_state=state, **options)
+        memory_chunkwise(q, k, v, lr, weights, initial_state=state, **options)[0].sum().backward()
+    assert len(grid_tnt._LATELY) == grid_tnt.KEPT

@@ -274,7 +274,7 @@ def batch_layout(
     """Of a batch like q `[B, T, ...]`, where any of the other tensors may be absent. alike: by `alike_documents`."""
     B, T, here = *q.shape[:2], q.device
     if time is not None:
-        return _ragged(mask, segment_ids, B, T, here, H, time, C, interval, align)
+        return _made_lately(mask, segment_ids, B, T, here, H, time, C, interval, align)
     return made_once(_alike if alike else _ragged, mask, segment_ids, B, T, here, H, None, C, interval, align)
 
 
@@ -291,6 +291,26 @@ def _alike(mask, segment_ids, B, T, device, H, _, C, *sizes) -> Layout:
 
 def _present(mask: Tensor | None, B: int, T: int, device: torch.device) -> Tensor:
     return torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
+
+
+_LATELY: tuple[tuple, ...] = ()  # (what, the tensors, the layout), the newest first
+KEPT, LARGEST = 8, 1 << 17  # so many of them, of so many tokens times heads: a dozen MB
+
+
+def _made_lately(mask, segment_ids, B, T, device, H, time, *sizes) -> Layout:
+    """`_ragged` of a part that goes on from a state. Every layer and memory has a time of its own, so tensors are
+    compared by value: that waits for the device once, and what it saves waits a dozen times."""
+    global _LATELY
+    given = [x for x in (time, mask, segment_ids) if x is not None]
+    if B * T * H > LARGEST or torch.compiler.is_compiling() or transformed():
+        return _ragged(mask, segment_ids, B, T, device, H, time, *sizes)
+    what = (B, T, device, H, *sizes, mask is None, segment_ids is None, torch.is_inference_mode_enabled())
+    for other, tensors, layout in _LATELY:
+        if other == what and all(torch.equal(a, b) for a, b in zip(tensors, given)):
+            return layout
+    layout = _ragged(mask, segment_ids, B, T, device, H, time, *sizes)
+    _LATELY = ((what, [x.clone() for x in given], layout), *_LATELY[: KEPT - 1])
+    return layout
 
 
 _MADE = WeakTensorKeyDictionary()  # by document ids and a mask, as long as both live: {what: (versions, result)}

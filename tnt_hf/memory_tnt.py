@@ -384,7 +384,7 @@ def _run_grid(grid, rows, k, v, scalars, whole, H, G, init, net, options, state,
     if not plan.keep_state:
         return o, loss, None
     W, xi, S = (y and [z.unflatten(0, (-1, H))[grid.last_row] for z in y] for y in final)
-    return o, loss, MemoryState(W, W if C == 1 else xi, S, M, grid.time)
+    return o, loss, MemoryState(W, W if C == 1 else xi, S, M, grid.time.clone())  # other calls may use the grid
 
 
 def _scan_torch(plan, qk, v, coef, ln, target, xi, W, S):
