@@ -234,7 +234,8 @@ def evaluate_student(name: str, given: Student, texts: Path, reports) -> dict:
     """`tnt eval` of the folder `name` on the file `texts`, its model card, and what `tnt push` would say of it."""
     job, folder, said = Job(f"{name}, evaluation", reports), given.output / name, io.StringIO()
     with job.phase("tnt eval"), redirect_stdout(said), redirect_stderr(said):
-        evaluate.main(evaluation_command(folder, texts, given.plan))
+        if evaluate.main(evaluation_command(folder, texts, given.plan)):
+            raise RuntimeError(said.getvalue().strip().rpartition("\n")[2])
     with job.phase("card"):
         carded = write_card(folder, name)
         push(folder, f"you/{name}", dry_run=True, say=lambda line: None)  # raises if it is not fit to be pushed

@@ -175,6 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from tnt_hf.recipes.evaluation_model import load_model, training_note
     from tnt_hf.recipes.evaluation_report import as_markdown, check_output, write_evaluation
+    from tnt_hf.recipes.evaluation_run import is_exhaustion
     from tnt_hf.recipes.model_folder import is_of_ours
     from tnt_hf.recipes.sources import STANDARD_LIBRARY
     from tnt_hf.termination import orderly_termination
@@ -214,6 +215,11 @@ def main(arguments: list[str] | None = None) -> int:
         if "index out of range" not in str(error):
             raise
         raise ValueError(f"MODEL {options.model}: its tokenizer gives ids that the model does not know") from error
+    except (MemoryError, RuntimeError) as error:  # outside the tasks
+        if not is_exhaustion(error):
+            raise
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(f"out of memory before the first task: {first}") from error
     results["command"] = shlex.join(
         ["tnt", "eval", *(Path(x).name if Path(x).is_absolute() else x for x in arguments)]
     )

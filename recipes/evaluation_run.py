@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 import tnt_hf
@@ -119,13 +120,19 @@ def _bar(task: str, total: int, unit: str, shown: bool):
         yield bar.update
 
 
+def is_exhaustion(error: BaseException) -> bool:
+    """Whether an error says that memory is full. Not every allocator has an error of its own for that."""
+    said = ("out of memory", "t allocate memory", "annot allocate memory", "not enough memory", "ALLOC_FAILED")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in said)
+
+
 @contextmanager
 def _kept_apart(task: str, failed: dict[str, str]) -> Iterator[None]:
     """Where memory ends in one task, the others keep their results."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
+        if not is_exhaustion(error):
             raise
         failed[task] = f"out of memory: {str(error).strip().partition(chr(10))[0]}"
 

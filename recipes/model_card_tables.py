@@ -127,6 +127,8 @@ def results(evaluation: Mapping[str, Any]) -> list[str]:
             {"what": name, **(x if isinstance(x, Mapping) else {"perplexity": x})} for name, x in ablations.items()
         ]
         found += ["What each branch contributes: the same text with it switched off.", records(rows)]
+    if failed := evaluation.get("failed"):
+        found.append(f"Not, or not wholly, measured, as memory did not suffice: {', '.join(map(text, failed))}.")
     return found
 
 

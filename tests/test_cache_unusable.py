@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_cache import filled, go_on
 from tiny import tiny_config, tiny_model, tokens
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from tnt_hf import TNTCache
 from tnt_hf.cache_name_tnt import CACHE_NAME
@@ -237,4 +237,22 @@ def test_a_compiled_call_without_a_mask_does_not_go_on_behind_padding():
         cache.reset()
         after = compiled(ids, past_key_values=cache).logits
         torch.testing.assert_close(after, model(ids).logits, atol=1e-6, rtol=0)  # float32, sums in another order
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("window", [4, None])
+@pytest.mark.parametrize("kind", ["TNTCache", "StaticCache"])
+def test_a_cache_that_starts_over_behind_padding_serves_compiled_calls(kind, window):
+    """Also one whose positions left the padding out. The library's caches start over without word of it."""
+    model, ids, mask = tiny_model(sliding_window=window), tokens(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[0, :3] = 0
+    cache = TNTCache(model.config) if kind == "TNTCache" else StaticCache(model.config, max_cache_len=32)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+        cache.reset()
+        after = compiled(ids, past_key_values=cache).logits
+        torch.testing.assert_close(after, model(ids).logits, atol=1e-6, rtol=0)
+        if kind == "TNTCache":  # nothing but what was read since then counts
+            model(ids[:, :2], past_key_values=cache)
     torch._dynamo.reset()

@@ -39,6 +39,7 @@ from tnt_hf.recipes.evaluation_retrieval import (
     recall_result,
     recall_vocabulary,
 )
+from tnt_hf.recipes.evaluation_run import is_exhaustion
 from tnt_hf.recipes.recall import Recall
 
 
@@ -398,3 +399,17 @@ def test_speed_is_of_what_was_computed(monkeypatch):
     for name, speed in {"prefill": 200, "decode": 20}.items():
         assert row[f"{name}_tokens_per_second"] == pytest.approx(speed)
         assert row[f"{name}_tokens_per_second_range"] == pytest.approx([speed, speed])
+
+
+@pytest.mark.parametrize(
+    ("said", "full"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("DefaultCPUAllocator: can't allocate memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED", True),
+        ("more than one element refers to a single memory location", False),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_only_full_memory_is_taken_for_full_memory(said, full):
+    assert is_exhaustion(RuntimeError(said)) is full and is_exhaustion(MemoryError(said))

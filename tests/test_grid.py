@@ -109,7 +109,7 @@ def lately(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_all_layers_go_on_in_one_grid(made, lately, padded, monkeypatch):
+def test_all_layers_go_on_in_one_grid(made, padded, monkeypatch):
     """Three memories of two chunk sizes and a projection: three grids for all layers, as in a model of one layer. What
     comes out is what a grid of each layer's own gives."""
     ids, mask = tokens(2, 40), PADDED if padded else None
@@ -117,6 +117,7 @@ def test_all_layers_go_on_in_one_grid(made, lately, padded, monkeypatch):
     def logits(layers: int, piece: int = 7) -> torch.Tensor:
         model, cache, found = tiny_model(num_hidden_layers=layers), None, []
         made.clear()
+        monkeypatch.setattr(grid_tnt, "_LATELY", ())
         with torch.no_grad():
             for i in range(0, 40, piece):
                 part = None if mask is None else mask[:, : i + piece]
@@ -173,7 +174,7 @@ def test_a_state_s_time_is_the_caller_s_own(lately):
 def test_few_grids_are_kept_and_none_of_inference_mode_for_training(lately):
     (q, k, v, lr), weights, _ = make_inputs(T=12)
     q.requires_grad_()
-    for C in range(1, 2 * grid_tnt.KEPT):
+    for C in range(1, grid_tnt.KEPT):
         options = {"chunk_size": C, "output_final_state": True}
         with torch.no_grad():
             state = memory_chunkwise(q, k, v, lr, weights, **options)[1]
@@ -181,3 +182,13 @@ def test_few_grids_are_kept_and_none_of_inference_mode_for_training(lately):
             memory_chunkwise(q, k, v, lr, weights, initial_state=state, **options)
         memory_chunkwise(q, k, v, lr, weights, initial_state=state, **options)[0].sum().backward()
     assert len(grid_tnt._LATELY) == grid_tnt.KEPT
+
+
+def test_one_grid_of_a_kind_is_kept_and_none_of_many_slots(lately):
+    """A chunk of 2^16 that ends beside one that goes on takes slots for both, however few tokens there are."""
+    q = torch.zeros(2, 8, 1, 4)
+    for C, times in ((4, (4, 4)), (4, (5, 6)), (2**16, (4, 2**16 - 4))):
+        layout = grid_tnt.batch_layout(q, 2, None, None, torch.tensor(times), C, None)
+        assert layout.grids[0].time.tolist() == [8 + time for time in times]
+        assert len(grid_tnt._LATELY) == 1
+    assert grid_tnt._LATELY[0][0][4] == 4

@@ -106,15 +106,17 @@ def test_two_numbers_are_a_range_only_in_a_column_of_ranges():
     assert text([0, 7]) == "0, 7"
 
 
-def test_what_the_evaluation_warns_of_is_in_the_card(run, tmp_path):
+def test_what_the_evaluation_warns_of_and_lacks_is_in_the_card(run, tmp_path):
     folder = copied(run, tmp_path)
     path = folder / "evaluation" / "evaluation.json"
     found = json.loads(path.read_text())
     assert "perplexity" in [
         x["metrics"][0]["type"] for x in metadata(model_card(folder, "user/books"))["model-index"][0]["results"]
     ]
-    path.write_text(json.dumps(found | {"warnings": ["the text it is evaluated on is not held out"]}))
+    changed = {"warnings": ["the text it is evaluated on is not held out"], "failed": {"passkey": "out of memory: 12"}}
+    path.write_text(json.dumps(found | changed))
     card = model_card(folder, "user/books")
+    assert "wholly, measured, as memory did not suffice: passkey." in sections(card)["Results"]
     assert "- Warning: the text it is evaluated on is not held out." in sections(card)["Results"]
     shown = metadata(card).get("model-index", [{"results": []}])[0]["results"]
     assert "perplexity" not in [x["metrics"][0]["type"] for x in shown]

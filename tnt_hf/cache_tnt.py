@@ -146,8 +146,7 @@ class TNTCache(DynamicCache):
             "hybrid_sliding": lambda: TNTSlidingLayer(config.sliding_window, config.number_of_conv_states),
         }
         Cache.__init__(self, layers=[makers[kind]() for kind in config.layer_types])
-        self.fingerprint = _fingerprint(config)
-        self.holds_padding = False
+        self.fingerprint, self.holds_padding = _fingerprint(config), False
         self.unplaced: set[int] = set()  # layers of a loaded session that have not met their model yet
 
     def place(self, layer_idx: int, hidden_states: Tensor) -> None:
@@ -176,7 +175,8 @@ class TNTCache(DynamicCache):
         for layer in self._memory_layers():
             layer._map_states(torch.zeros_like)  # the library's zeros in place are refused after inference mode
         super().reset()
-        self.unusable, self.holds_padding = None, False
+        self.unusable = self.placed = self.agreed = None
+        self.holds_padding = self.own_positions = self.counts_padding = False
 
     def nbytes(self) -> int:
         """Bytes of all tensors held, keys and values included."""

@@ -294,7 +294,7 @@ def _present(mask: Tensor | None, B: int, T: int, device: torch.device) -> Tenso
 
 
 _LATELY: tuple[tuple, ...] = ()  # (what, the tensors, the layout), the newest first
-KEPT, LARGEST = 8, 1 << 17  # so many of them, of so many tokens times heads: a dozen MB
+KEPT, LARGEST = 16, 1 << 17  # so many of them, of so many slots times heads: 30 MB at most
 
 
 def _made_lately(mask, segment_ids, B, T, device, H, time, *sizes) -> Layout:
@@ -308,8 +308,9 @@ def _made_lately(mask, segment_ids, B, T, device, H, time, *sizes) -> Layout:
     for other, tensors, layout in _LATELY:
         if other == what and all(torch.equal(a, b) for a, b in zip(tensors, given)):
             return layout
-    layout = _ragged(mask, segment_ids, B, T, device, H, time, *sizes)
-    _LATELY = ((what, [x.clone() for x in given], layout), *_LATELY[: KEPT - 1])
+    layout, others = _ragged(mask, segment_ids, B, T, device, H, time, *sizes), [x for x in _LATELY if x[0] != what]
+    if sum(len(grid.tokens) for grid in layout.grids) * H <= LARGEST:  # a row has whole chunks, of few tokens too
+        _LATELY = ((what, [x.clone() for x in given], layout), *others[: KEPT - 1])
     return layout
 
 

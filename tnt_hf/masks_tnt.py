@@ -46,8 +46,6 @@ def build_masks(
     masks: dict[str, Any] = {"memory": _memory_mask(attention_mask, T, cache)}
     given = attention_mask is not None and attention_mask.ndim != 2  # a finished mask of attention
     padded = masks["memory"] is not None or getattr(cache, "holds_padding", False)
-    if padded and attention_mask is None:  # only of a compiled call: `check_continuation` looks at eager ones
-        raise ValueError(f"attention_mask is None, but {CACHE_NAME} holds padding: pass the mask of all tokens.")
     if T == 1 and not given and not padded and sees_whole_cache(implementation, cache):
         masks["sliding_attention"] = _full_window(config, implementation, cache, inputs_embeds)
         return masks | {"full_attention": None}
@@ -151,18 +149,20 @@ def _full_window(config: TNTConfig, implementation: str, cache: TNTCache, inputs
     return inputs_embeds.new_ones((1, 1, 1, config.num_persistent_tokens + keys), dtype=torch.bool)
 
 
-def _keys(mask: Tensor, T: int, cached: int) -> tuple[Tensor, Tensor]:
+def _keys(mask: Tensor | None, T: int, cached: int) -> tuple[Tensor, Tensor]:
     """
     Places `[B, cached + T]` among the valid tokens of its row of each key, and whether it is valid. `mask`
     `[B, past + T]`; the cache holds the last `cached` valid tokens.
     """
+    if mask is None:  # only in a compiled call: `check_continuation` looks at eager ones
+        raise ValueError(f"attention_mask is None, but {CACHE_NAME} holds padding: pass the mask of all tokens.")
     mask = mask.to(torch.bool)
     past, new = mask[:, :-T].sum(1, keepdim=True), mask[:, -T:]
     earlier = past - cached + torch.arange(cached, device=mask.device)
     return torch.cat([earlier, past + new.cumsum(1) - 1], 1), torch.cat([earlier >= 0, new], 1)
 
 
-def _valid_window_mask(mask: Tensor, T: int, cached: int, window: int, segment_ids: Tensor | None) -> Tensor:
+def _valid_window_mask(mask: Tensor | None, T: int, cached: int, window: int, segment_ids: Tensor | None) -> Tensor:
     """
     `[B, 1, T, cached + T]` bool: which keys a query sees if `window` counts valid tokens, so that padding between two
     parts of a conversation changes nothing. `mask` and `cached` of `_keys`.
