@@ -240,8 +240,15 @@ def test_a_compiled_call_without_a_mask_does_not_go_on_behind_padding():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("window", [4, None])
-@pytest.mark.parametrize("kind", ["TNTCache", "StaticCache"])
+@pytest.mark.parametrize(
+    "kind, window",
+    [
+        ("TNTCache", 4),
+        ("StaticCache", None),
+        pytest.param("TNTCache", None, marks=pytest.mark.long),
+        pytest.param("StaticCache", 4, marks=pytest.mark.long),
+    ],
+)
 def test_a_cache_that_starts_over_behind_padding_serves_compiled_calls(kind, window):
     """Also one whose positions left the padding out. The library's caches start over without word of it."""
     model, ids, mask = tiny_model(sliding_window=window), tokens(2, 8), torch.ones(2, 8, dtype=torch.long)

@@ -136,7 +136,9 @@ INVALID = [
         {"num_hidden_layers": True},
     ],
     *[{"memory_layers": [2]}, {"memory_layers": [-1]}, {"memory_layers": [0, 0]}],
-    *[{"rope_parameters": {"rope_type": "spiral"}}],
+    *[{"rope_parameters": {"rope_type": kind}} for kind in ("spiral", ["default"])],
+    *[{"rope_parameters": {"rope_type": kind, "factor": None}} for kind in ("linear", "dynamic", "llama3")],
+    *[{"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}}],
     *[{"rope_parameters": {"rope_type": kind}} for kind in ("linear", "yarn", "llama3", "longrope")],  # no factor
     # unknown and not yet available names
     *[{name: "unknown"} for name in ("variant", "qk_projection", "global_read", "memory_projections", "memory_gate")],
@@ -190,7 +192,11 @@ def test_invalid_values_name_the_field_and_the_value(changes):
 
 @pytest.mark.parametrize(
     "name, value",
-    [(name, value) for name in ("rope_theta", "factor") for value in (0, -5.0, "1e4", True, math.inf, 10**30)]
+    [
+        (name, value)
+        for name in ("rope_theta", "factor", "attention_factor")
+        for value in (0, -5.0, "1e4", True, math.inf, 10**30)
+    ]
     + [("rope_theta", None)],
 )
 def test_numbers_of_rope_are_checked_before_it_is_computed(name, value):

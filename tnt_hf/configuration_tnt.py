@@ -35,7 +35,8 @@ DERIVED = {"memory_conv_kernel": ("memory_projections", {"own": 4, "shared": 0}.
            "memory_gate_init": ("memory_gate", {"add": 1.0, "mix": 0.5}.get),
            "memory_max_lr": ("memory_depth", lambda depth: 0.5 if depth == 1 else 0.1)}  # fmt: skip
 POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
-ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor",
+    "original_max_position_embeddings")  # fmt: skip
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
 AUTO_MAP = {"AutoConfig": "configuration_tnt.TNTConfig", "AutoModel": "modeling_tnt.TNTModel"}
 HEADS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
@@ -193,13 +194,12 @@ class TNTConfig(PreTrainedConfig):
             self._fail("dtype", "must be the name of a torch dtype", dtype)
         self.resolve()
         super().__post_init__(**kwargs)
-        if (rope_type := self.rope_parameters.get("rope_type")) != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
-            self._fail("rope_parameters", "must be one flat dict with a rope_type of transformers")
         self._check_values()  # again: only now is RoPE's complete
         try:
             self.validate_rope()
-        except KeyError as error:  # as the library tells of a missing entry
-            self._fail("rope_parameters", error.args[0])
+            (rope := self.rope_parameters["rope_type"]) == "default" or ROPE_INIT_FUNCTIONS[rope](self, "cpu")
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            self._fail("rope_parameters", f"must be flat and for a rope_type of transformers, it causes {error!r}")
         self.auto_map = dict(getattr(self, "auto_map", None) or AUTO_MAP)
 
     def resolve(self):
