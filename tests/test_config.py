@@ -206,6 +206,13 @@ def test_numbers_of_rope_are_checked_before_it_is_computed(name, value):
         tiny_config(rope_theta=0)  # as older files have it
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_rope_is_computed_for_the_check_wherever_a_model_is_made(kind, device):
+    with torch.device(device):
+        assert tiny_config(rope_parameters={"rope_type": kind, "factor": 2.0}).rope_parameters["factor"] == 2.0
+
+
 def test_the_memory_gap_is_named_in_tokens():
     with pytest.raises(ValueError, match=r"local_reset_interval=12.*global_chunk_size=8.*up to 4 tokens"):
         tiny_config(local_reset_interval=12)

@@ -197,7 +197,7 @@ class TNTConfig(PreTrainedConfig):
         self._check_values()  # again: only now is RoPE's complete
         try:
             self.validate_rope()
-            (rope := self.rope_parameters["rope_type"]) == "default" or ROPE_INIT_FUNCTIONS[rope](self, "cpu")
+            (rope := self.rope_parameters["rope_type"]) == "default" or ROPE_INIT_FUNCTIONS[rope](self, "meta")
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             self._fail("rope_parameters", f"must be flat and for a rope_type of transformers, it causes {error!r}")
         self.auto_map = dict(getattr(self, "auto_map", None) or AUTO_MAP)
