@@ -32,7 +32,7 @@ from tnt_hf.recipes.benchmarks.miniature_report import mean_and_std, plus_minus
 from tnt_hf.recipes.corpus import read_corpus
 from tnt_hf.recipes.demo_conversion import MEMORY, ConversionData, ConversionPlan, measured_on, train_source
 from tnt_hf.recipes.demo_jobs import losses_by_position, shuffled
-from tnt_hf.recipes.distillation import RATES, distiller, with_lora
+from tnt_hf.recipes.distillation import distiller, with_lora
 from tnt_hf.recipes.pictures import finish
 from tnt_hf.recipes.training import train_in_order
 
@@ -43,10 +43,8 @@ SETTINGS = (*SETTINGS, "lora_rank", "held_out_windows")
 SOURCE, WINDOW, LORA, TNT, LIZA = "source", "window only", "window + LoRA", "TNT hybrid", "LiZA hybrid"
 STUDENTS = (LORA, TNT, LIZA)
 SOURCE_SEED = 0
-LORA_RATE = 2e-3  # of every student; the demo has since found a better one
 ROWS = (SOURCE, WINDOW, LORA, TNT, LIZA)
-# What the conversion is told; the demo's memories have been bounded since.
-CONVERTED = {LORA: {"memory_layers": []}, TNT: MEMORY | {"memory_grad_bound": None}}
+CONVERTED = {LORA: {"memory_layers": []}, TNT: MEMORY}  # what the conversion is told
 # TPTT's published settings: the delta rule without parameters of its own, mixed in up to a half.
 LIZA_SETTINGS = {"operator": "delta_rule", "feature_map": "silu-l2", "gate": "pooled"}
 MAG_SCHEDULE = {"mode": "gradual", "initial_weight": 0.01, "final_weight": 0.5, "transition_step": 100}
@@ -88,8 +86,7 @@ def train_student(name: str, plan: ConversionPlan, source: Path, rows, held_out,
     schedule = [LiZACallback(**MAG_SCHEDULE)] if name == LIZA else []
 
     def trainer(*arguments, callbacks, **keywords):
-        keywords |= {"teacher": teacher, "callbacks": [*callbacks, *schedule], "rates": RATES | {"lora": LORA_RATE}}
-        return distiller(*arguments, **keywords)
+        return distiller(*arguments, teacher=teacher, callbacks=[*callbacks, *schedule], **keywords)
 
     samples = [{"input_ids": row, "labels": row} for row in rows]
     settings = {"warmup_steps": max(1, min(10, plan.steps // 10)), "weight_decay": 0.0, "bf16": True}
