@@ -98,8 +98,8 @@ def convert_checkpoint(
     for name, value in (("overwrite", overwrite), ("check", False if check is None else check)):
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r}: must be True or False")
-    for name in sorted(fields.keys() & {"source_config", "full_attention_layers"}):
-        raise ValueError(f"{name}={fields[name]!r}: is not a field of the memory")
+    if "source_config" in fields:
+        raise ValueError(f"source_config={fields['source_config']!r}: is not a field of the memory")
     most, cast = parse_size(max_shard_size), stored_dtype(dtype)
     folder, target = locate(source, revision), target_of(output)
     _check_apart(folder, target)
@@ -110,7 +110,7 @@ def convert_checkpoint(
     layers = None if count else keep_full_attention
     try:
         source_config = read_source_config(checkpoint.fields)
-        config = tnt_config(source_config, window=window, full_attention_layers=layers, **fields)
+        config = tnt_config(source_config, window=window, keep_full_attention=layers, **fields)
         narrowed = [] if probe is None else narrowed_layers(tnt_config(source_config), window, count)
     except ValueError as error:
         raise ValueError(f"{checkpoint.name}: {error}") from error
@@ -127,7 +127,7 @@ def convert_checkpoint(
         if losses is not None:
             costs = [loss if l in narrowed else -math.inf for l, loss in enumerate(losses)]
             layers = choose_full_attention(costs, count)
-            config = tnt_config(source_config, window=window, full_attention_layers=layers, **fields)
+            config = tnt_config(source_config, window=window, keep_full_attention=layers, **fields)
         say(table(errors, layers, losses))
     _complete(config, checkpoint, source_config, cast, say)
 

@@ -155,7 +155,7 @@ def exported_config(model: PreTrainedModel) -> TNTConfig:
             f" {' and '.join(map(str, finite))} tokens; a TNT model has one sliding_window and full attention."
         )
     full = [i for i, window in enumerate(windows) if window is None]
-    return tnt_config(host, window=finite[0], full_attention_layers=full or None, **fields)
+    return tnt_config(host, window=finite[0], keep_full_attention=full or None, **fields)
 
 
 def _exported_tensors(model: PreTrainedModel, exported: TNTForCausalLM) -> dict[str, Tensor]:

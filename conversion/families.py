@@ -194,7 +194,7 @@ def tnt_config(
     source_config: PreTrainedConfig,
     *,
     window: int | None = None,
-    full_attention_layers: list[int] | None = None,
+    keep_full_attention: list[int] | None = None,
     **fields: Any,
 ) -> TNTConfig:
     """
@@ -204,7 +204,7 @@ def tnt_config(
         source_config: of one of [`FAMILIES`].
         window: keys every query sees (tokens), itself included; `None` keeps the source's attention, windows
             included. With a window W the result equals the source at every position < W.
-        full_attention_layers: layers that the window does not apply to. They attend to everything.
+        keep_full_attention: layers that the window does not apply to. They attend to everything.
         fields: of the memory, such as `memory_layers` or `global_chunk_size`.
 
     Raises:
@@ -220,7 +220,7 @@ def tnt_config(
     base = {name: copy.deepcopy(getattr(source_config, name)) for name in SAME}
     base["head_dim"] = getattr(source_config, "head_dim", None)
     base |= {"dtype": source_config.dtype} | family.translate(source_config)
-    base |= _attention(base, window, full_attention_layers)
+    base |= _attention(base, window, keep_full_attention)
     for name in fields:
         if not (name in SETTABLE or name.startswith("memory_")) or name not in TNTConfig.__dataclass_fields__:
             what = "is taken from the source"
@@ -291,16 +291,16 @@ def _attention(base: dict[str, Any], window: int | None, full_layers: list[int] 
         )
     if window is None:
         if full_layers is not None:
-            raise ValueError(f"full_attention_layers={full_layers!r}: needs a window for the other layers")
+            raise ValueError(f"keep_full_attention={full_layers!r}: needs a window for the other layers")
         return {"sliding_window": own, "layer_types": types}
     if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window < 2**31:
         raise ValueError(f"window={window!r}: must be an integer of 1 to {2**31 - 1} (tokens) or None")
     if not isinstance(full_layers, list | tuple | None):
-        raise ValueError(f"full_attention_layers={full_layers!r}: must be a list of layers")
+        raise ValueError(f"keep_full_attention={full_layers!r}: must be a list of layers")
     keep = list(full_layers or ())
     bad = [i for i in keep if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count]
     if bad or len(set(keep)) < len(keep):
-        raise ValueError(f"full_attention_layers={full_layers!r}: must be distinct layer indices in [0, {count})")
+        raise ValueError(f"keep_full_attention={full_layers!r}: must be distinct layer indices in [0, {count})")
     if wider := [i for i, kind in enumerate(types) if kind == "sliding_attention" and window > own]:
         raise ValueError(f"window={window}: layers {wider} of the source only see {own} tokens")
     narrowed = {} if "sliding_attention" in types and window == own else {"window_narrowed": True}

@@ -84,7 +84,7 @@ def window_errors(
         One number per layer, the mean over the tokens at positions of at least `window` of their segment.
 
     Raises:
-        ValueError: a window or text with which nothing can be measured, or an unsuitable model.
+        ValueError: a window or text with which nothing can be measured, or a model whose attention has no `o_proj`.
     """
     parts = segments(model, input_ids, window)
     modules = _attention_modules(model)
@@ -160,7 +160,7 @@ def choose_full_attention(costs: list[float], count: int) -> list[int]:
     The `count` layers with the largest costs, ascending; the earlier one of two equal ones.
 
     Raises:
-        ValueError: `count` is negative or there are fewer layers, or a cost is not a number.
+        ValueError: `count` is negative or there are fewer layers, or a cost is NaN.
     """
     if unknown := [layer for layer, cost in enumerate(costs) if cost != cost]:
         raise ValueError(f"costs[{unknown[0]}]=nan: the probe overflowed; measure it in another dtype.")

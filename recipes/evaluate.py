@@ -137,7 +137,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--context", action=Integers, nargs="+", metavar="TOKENS",
-        help="context lengths; tasks use the longest, cost is measured at each (default: 256 1024, or the model's)",
+        help="context lengths; tasks use the longest, cost is measured at each (default: 1024, or all positions"
+        " of a model that has fewer, and a quarter of it)",
     )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=32_768, help="text tokens, at most (default: %(default)s)")
     parser.add_argument(

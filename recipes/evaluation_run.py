@@ -95,7 +95,9 @@ def as_it_was(model: nn.Module, local_chunk_sizes: int | list[int] | None) -> It
     host, sizes = host_of(model), None
     if local_chunk_sizes is not None:
         if not hasattr(host, "set_local_chunk_sizes"):
-            raise ValueError(f"local_chunk_sizes={local_chunk_sizes!r}: {type(host).__name__} has no local memories")
+            raise ValueError(
+                f"local_chunk_sizes={local_chunk_sizes!r}: {type(host).__name__} has no local memories that can change"
+            )
         sizes = host.config.local_chunk_sizes
         host.set_local_chunk_sizes(local_chunk_sizes)
     modes = [(module, module.training) for module in model.modules()]

@@ -128,7 +128,8 @@ class ResumableTrainer(Trainer):
         automatic = resume in ("auto", "never")
         newest = latest_complete_checkpoint(self.folder, intact=resume == "auto") if automatic else Path(resume)
         if resume == "never" and newest is not None:
-            raise ValueError(f"resume='never': {self.folder} holds {newest.name} already; choose another output_dir")
+            asked = "resume='never' (--resume_from_checkpoint never)"
+            raise ValueError(f"{asked}: {self.folder} holds {newest.name} already; choose another output_dir")
         if not automatic:
             check_checkpoint(newest)
         if dist.is_initialized():

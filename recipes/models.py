@@ -109,7 +109,8 @@ def new_model(model: ModelArguments, tokenizer: Any) -> nn.Module:
     """
     if Path(model.model).is_dir():
         raise ValueError(
-            f"model={model.model!r}: is a preset and a folder here; write './{model.model}' for the folder"
+            f"model={model.model!r}: is a preset and a folder here; write './{model.model}' for the folder, or start"
+            " elsewhere for the preset"
         )
     if _dtype(model).itemsize < 4:  # and the memory's weights are never less than float32
         raise ValueError(f"dtype={model.dtype!r}: a new model starts in float32; bf16: true computes in bfloat16")

@@ -38,7 +38,7 @@ TRAINER_HELP = {
     "per_device_train_batch_size": (8, "rows per device and micro-batch"),
     "gradient_accumulation_steps": (1, "micro-batches per optimizer step"),
     "activation_checkpointing": (False, "recompute layers in the backward pass, to save memory"),
-    "bf16": (False, "compute in bfloat16, with weights in float32"),
+    "bf16": (False, "compute in bfloat16, with weights in float32; on a CPU with use_cpu"),
     "use_cpu": (False, "train on the CPU even if there is a GPU"),
     "logging_steps": (10.0, "steps between logs"),
     "eval_strategy": ("no", "steps or epoch: evaluate while training; needs eval_split or eval_share"),

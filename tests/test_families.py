@@ -56,19 +56,19 @@ def test_windows_and_kept_layers():
     qwen = source_config("qwen3, tied, biases, window in some layers")  # 5 tokens in layers 1 and 2
     types = lambda config: [kind.removeprefix("hybrid_").replace("hybrid", "full") for kind in config.layer_types]  # noqa: E731
     assert types(tnt_config(qwen)) == ["full", "sliding", "sliding"]
-    narrow = tnt_config(qwen, window=3, full_attention_layers=[2])
+    narrow = tnt_config(qwen, window=3, keep_full_attention=[2])
     assert types(narrow) == ["sliding", "sliding", "full"] and narrow.sliding_window == 3
-    kept = tnt_config(qwen, window=3, full_attention_layers=[0, 1, 2])
+    kept = tnt_config(qwen, window=3, keep_full_attention=[0, 1, 2])
     assert types(kept) == ["full"] * 3 and kept.sliding_window is None
     for kept in (None, [0], [1, 2]):  # to keep is no way to see more than the source, either
         with pytest.raises(ValueError, match=r"window=6: layers \[1, 2\] of the source only see 5"):
-            tnt_config(qwen, window=6, full_attention_layers=kept)
+            tnt_config(qwen, window=6, keep_full_attention=kept)
     assert narrow.window_narrowed and not tnt_config(qwen).window_narrowed
     assert not tnt_config(qwen, window=5).window_narrowed  # of some layers its own, and one mask serves them all
     unused = source_config("qwen3, tied, biases, window in some layers", layer_types=["full_attention"] * 3)
     assert unused.sliding_window == 5 and tnt_config(unused, window=5).window_narrowed
     with pytest.raises(ValueError, match="needs a window"):
-        tnt_config(qwen, full_attention_layers=[0])
+        tnt_config(qwen, keep_full_attention=[0])
     for value in (0, -1, True, 2.0, "8"):
         with pytest.raises(ValueError, match="window="):
             tnt_config(qwen, window=value)

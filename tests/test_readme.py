@@ -51,7 +51,7 @@ def test_python_blocks_run_in_order(after):
 
 def test_conversion_and_injection_are_exact_as_claimed(after):
     folder, namespace = after
-    source = AutoModelForCausalLM.from_pretrained(folder / "llama").eval()
+    source = AutoModelForCausalLM.from_pretrained(folder / "my-llama").eval()
     ids = torch.arange(16)[None]
     with torch.inference_mode():
         logits = source(ids).logits

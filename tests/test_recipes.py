@@ -88,7 +88,7 @@ def parameters(name: str) -> dict[str, int]:
             arguments = dict(settings.convert)
             window, keep, _ = (arguments.pop(x, None) for x in ("window", "keep_full_attention", "probe"))
             layers = list(range(int(keep.removeprefix("auto:")))) if isinstance(keep, str) else keep
-            model = TNTForCausalLM(tnt_config(source, window=window, full_attention_layers=layers, **arguments))
+            model = TNTForCausalLM(tnt_config(source, window=window, keep_full_attention=layers, **arguments))
         elif settings.model in SOURCES:
             model = AutoModelForCausalLM.from_config(source_config(settings.model))
         elif settings.model == "llama":

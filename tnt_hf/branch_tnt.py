@@ -7,6 +7,8 @@ Axis legend
     q, k, v = projections of the layer's input -> causal convolution -> SiLU -> L2 norm      (v: L2 norm)
     m = norm(sum over memories of memory_chunkwise(q or q M, k, v))                           (TNT Eq. 15)
 
+Except that memory_gate="mix" has no such norm, and keys of all pairs of channels ("quadratic") no SiLU.
+
 Only valid tokens of one document meet: the convolution, the memory and its time skip padding and restart with every
 packed document. This file travels with every pushed checkpoint.
 """
@@ -114,7 +116,8 @@ class TNTMemory(nn.Module):
         """
         Args:
             hidden_states: `[B, T, hidden]`, the normed input of the layer.
-            shared: the attention's q `[B, T, Q]`, k, v `[B, T, Hkv * head_dim]` before RoPE, with shared projections.
+            shared: the attention's q `[B, T, Q]`, k, v `[B, T, Hkv * head_dim]` before RoPE (normed where there is a
+                `qk_norm`), with shared projections.
             layout: of the state, `StateLayout.of(config)` by default.
             mask: `[B, T]` bool, `False` = absent. segment_ids: `[B, T]` int, a change starts a new document.
             clock: of one token after the cached ones, if it is known.

@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0, help="share of the probability to sample from")
     generate.add_argument("--seed", type=int, default=0, help="seed for sampling")
     generate.add_argument(
-        "--local-chunk-sizes", action=Integers, nargs="+", metavar="C", help="one for all, or one per memory"
+        "--local-chunk-sizes", action=Integers, nargs="+", metavar="C", help="of a TNT model: one for all, or one each"
     )
     generate.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the checkpoint's own")
     generate.add_argument("--device", help="default: cuda if available, otherwise cpu")
@@ -286,7 +286,7 @@ def run_generate(options) -> None:
     if options.local_chunk_sizes:
         host = host_of(model)
         if not hasattr(host, "set_local_chunk_sizes"):
-            raise ValueError(f"--local-chunk-sizes: {type(host).__name__} has no local memories")
+            raise ValueError(f"--local-chunk-sizes: {type(host).__name__} has no local memories that can change")
         host.set_local_chunk_sizes(options.local_chunk_sizes)
     if options.chat and not tokenizer.chat_template:
         raise ValueError(f"--chat: the tokenizer of {options.model} has no chat template")

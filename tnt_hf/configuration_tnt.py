@@ -76,7 +76,7 @@ class TNTConfig(PreTrainedConfig):
 
         attention_bias (`bool`, defaults to `False`): bias on q, k, v and o as in Llama. attention_output_bias (`bool`,
             *optional*): on o; `None`: as above. Qwen2: `True`, `False`. qk_norm, attention_output_gate (`bool`,
-            default `False`): per-head RMSNorm of q, k before RoPE (Qwen3); output times sigmoid(W x), before o_proj.
+            default `False`): per-head RMSNorm of q, k before RoPE (Qwen3); attention's output times sigmoid(W x).
         sliding_window (`int`, *optional*, defaults to 512): keys a query sees, its own included; `None` means all.
         layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"`; `"hybrid..."` with memory.
         num_persistent_tokens (`int`, defaults to 0): learned keys and values that every query sees.
@@ -97,10 +97,10 @@ class TNTConfig(PreTrainedConfig):
         > The network f and its inputs
 
         memory_num_heads, memory_head_dim (`int`, *optional*): by default `num_key_value_heads` and `head_dim`.
-        memory_projections (`str`, defaults to `"own"`): own q, k, v projections; `"shared"`: those of attention.
-        memory_conv_kernel (`int`, *optional*): taps of the causal depthwise conv of q, k, v; `None`: 4 if own, else 0.
+        memory_projections (`str`, defaults to `"own"`): own q, k, v projections; `"shared"`: attention's, before RoPE.
+        memory_conv_kernel (`int`, *optional*): causal depthwise conv of q, k, v; 0 and 1: none; 4 if own, else 0.
         memory_feature_map (`str`, defaults to `"silu"`): applied to q and k before their L2 norm, or `"identity"`;
-            `"quadratic"`: after it, the products of all pairs, D (D + 1) / 2 wide with scores (q . k)^2.
+            `"quadratic"`: no SiLU, and after it the products of all pairs, D (D + 1) / 2 wide, scores (q . k)^2.
         memory_value_norm (`bool`, defaults to `True`): L2-normalise v.
         memory_depth (`int`, defaults to 2), memory_expansion (`float`, defaults to 1): layers, hidden over head width.
         memory_activation (default `"silu"`, or `"gelu"`), memory_residual, memory_layernorm (`bool`, default `False`).

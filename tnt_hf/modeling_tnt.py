@@ -538,11 +538,13 @@ class TNTModel(TNTPreTrainedModel):
             input_ids: `[B, T]`, or `inputs_embeds` `[B, T, hidden]`.
             attention_mask: `[B, past + T]` of all tokens so far, 0 = padding; or the dict of [`build_masks`].
             position_ids: `[B, T]`; positions that restart inside a row start a new document (packing).
-            cache: [`TNTCache`], or the library's dynamic or static cache made with this config.
+            cache: [`TNTCache`], or the library's dynamic or static cache made with this config. The library's name for
+                it shows in signatures and outputs: `past_key_values`, and `cache` since transformers 5.24.
             output_surprise: also return `surprise`, per memory layer `[B, T]`.
 
         Returns:
-            `last_hidden_state` `[B, T, hidden]`, `cache` unless `use_cache=False`, and whatever else was requested.
+            `last_hidden_state` `[B, T, hidden]`, the cache unless `use_cache=False` or documents are packed, and what
+            else was requested.
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; a cache that cannot hold a memory; a mask
@@ -665,7 +667,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
 
         Returns:
             `logits` `[B, kept, vocab_size]` in the model's dtype, and with `labels` the float32 `loss` in nats per
-            scored token; `cache` unless `use_cache=False`; `surprise`, per memory layer `[B, T]`, if requested.
+            scored token; the cache unless `use_cache=False`; `surprise`, per memory layer `[B, T]`, if requested.
 
         Raises:
             ValueError: as in [`TNTModel.forward`].
