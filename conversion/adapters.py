@@ -6,7 +6,8 @@
     load_injected(dir)                                the same model again
     unload(model.merge_and_unload())                  LoRA merged, memory taken out; unload(model) gives the source
 
-An adapter is LoRA and memory together: `with model.disable_adapter()` is the model without both.
+An adapter is LoRA and memory together: `with model.disable_adapter()` is the model without both. A memory that
+`load_injected` loaded with a whole model is the model's own, and there as it was saved: the reference of TRL's losses.
 """
 
 import copy

@@ -81,6 +81,7 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
     for i, memory in memories.items():
         attentions[i].memory = memory.train(attentions[i].training)
         attentions[i].max_self_attn_length = config.max_self_attn_length
+        attentions[i].keeps_memory = False  # where an adapter is disabled: see `is_disabled`
         attentions[i].register_forward_pre_hook(partial(enter_attention, row.cache), with_kwargs=True)
     return model
 
@@ -119,7 +120,7 @@ def unload(model: PreTrainedModel) -> PreTrainedModel:
     for module in (base, *attentions):
         _remove_hooks(module)
     for attention in attentions:
-        del attention.memory, attention.max_self_attn_length
+        del attention.memory, attention.max_self_attn_length, attention.keeps_memory
     config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
     del config.tnt_injection, config.attn_implementation
     model.__dict__.pop("_is_stateful", None)

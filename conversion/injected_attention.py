@@ -60,7 +60,7 @@ def enter_model(
     Forward pre-hook of the base model; `parameters` are the names of its forward's arguments.
 
     Raises:
-        ValueError: the attention implementation was changed after `inject`; a mask that is not 2-D or does not cover
+        ValueError: attention was changed or wrapped after `inject`; a mask that is not 2-D or does not cover
             the cached tokens; a cache that cannot hold the memory; packed documents that attention would mix.
     """
     given = dict(zip(parameters, args)) | kwargs
@@ -76,14 +76,21 @@ def enter_model(
         )
     mask, cache = given.get("attention_mask"), take_cache(given)
     given[CACHE_NAME] = cache
-    injected = list(filter(is_injected, row.attention_modules(module).values()))
-    if is_disabled(injected[0]):
+    attentions = row.attention_modules(module)
+    injected = list(filter(is_injected, attentions.values()))
+    if not torch.compiler.is_compiling():
+        for i, attention in attentions.items():
+            if not is_injected(attention) and any(map(is_injected, attention.modules())):
+                kind = type(attention).__name__
+                raise ValueError(f"layer {i}: its attention is inside a {kind}, which hides the injected memory.")
+    if _is_switched_off(injected[0]):
         if any(hasattr(x, "base_layer") and getattr(x, "disable_adapters", None) is False for x in module.modules()):
             raise ValueError(
                 "the memory is switched off, but LoRA is not, as after enable_adapters() of transformers, which leaves"
                 " out what is saved in full: [x.enable_adapters(True) for x in model.modules() if hasattr(x,"
                 " 'modules_to_save')] switches it on."
             )
+    if is_disabled(injected[0]):
         if getattr(cache, "tnt_injection", None) is not None and cache.get_seq_length():
             raise ValueError(f"{CACHE_NAME} was filled with the memory on, which disable_adapter() has switched off.")
         given[ARGUMENT] = MemoryCall(None, None)
@@ -185,7 +192,12 @@ def is_injected(module: nn.Module) -> bool:
 
 
 def is_disabled(attention: nn.Module) -> bool:
-    """Whether PEFT's `disable_adapter()` asks for the source model: the memory is what was trained, so it is off."""
+    """Whether PEFT's `disable_adapter()` asks for a source without memory. A memory that the model was loaded with is
+    its own: in place of the copy that an adapter trains, it is there as it was."""
+    return _is_switched_off(attention) and not attention.keeps_memory
+
+
+def _is_switched_off(attention: nn.Module) -> bool:
     return bool(getattr(attention.memory, "disable_adapters", False))
 
 

@@ -58,7 +58,7 @@ def make_stateful(cache: Any, slots: dict[int, int], count: int, settings: dict[
     if cache.get_seq_length():
         raise ValueError(
             f"{CACHE_NAME} holds {cache.get_seq_length()} tokens, but no memory of them: it was filled before"
-            f" inject(); {hint}."
+            f" inject(), or by prefix tuning; {hint}."
         )
     layers = list(cache.layers)
     if cache.layer_class_to_replicate is not None:
@@ -94,7 +94,10 @@ def note_tokens(cache: Cache, count: int) -> None:
 def read_state(cache: Cache, layer_idx: int) -> Tensor | None:
     """State `[B, H, K, V]` of a layer with two slots, or `None` before its first token."""
     layer = cache.layers[layer_idx]
-    return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+    if not layer.has_previous_state[0]:
+        return None
+    state = layer.recurrent_states[0]
+    return state.clone() if state.is_inference() and torch.is_grad_enabled() else state  # autograd keeps none of those
 
 
 def write_state(cache: Cache, layer_idx: int, state: Tensor, count: int | Tensor) -> None:

@@ -170,6 +170,8 @@ def _load_whole(
             for key in own:
                 if stored[key].path == path:
                     own[key].copy_(file.get_tensor(key))
+    for module in filter(is_injected, model.modules()):
+        module.keeps_memory = True
     model.name_or_path = name
     return model
 

@@ -5,8 +5,10 @@ import json
 
 import pytest
 import torch
+from peft import AdaptionPromptConfig, get_peft_model
 from tiny import tokens
 from tiny_hosts import tiny_host
+from transformers import DynamicCache
 
 from tnt_hf.conversion import (
     LiZAConfig,
@@ -218,3 +220,48 @@ def test_wrong_arguments_are_named_and_change_nothing(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong(model)
     assert list(model.state_dict()) == names and logits(model).equal(before)
+
+
+@pytest.mark.parametrize("config", [OPEN, TNTInjectionConfig(memory_gate_init=1.0)], ids=["liza", "tnt"])
+def test_a_memory_that_came_with_the_model_stays_where_its_adapter_is_disabled(config, tmp_path):
+    """It is what TRL takes for the reference: the model as it was before the adapter."""
+    inject(tiny_host("llama"), config, seed=3).save_pretrained(tmp_path / "model")
+    before = logits(load_injected(tmp_path / "model"))
+    assert not before.equal(logits(tiny_host("llama")))
+    model = load_injected(tmp_path / "model")
+    model = get_peft_model(model, lora_config(model, lora_dropout=0.0))
+    assert logits(model).equal(before)
+    with torch.no_grad():
+        for parameter in filter(lambda x: x.requires_grad, model.parameters()):
+            parameter += 0.1
+    trained = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    models = (model, load_injected(tmp_path / "adapter"))
+    for model in models:
+        with model.disable_adapter():
+            assert logits(model).equal(before)
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                pieces = [model(x, past_key_values=cache).logits for x in IDS.split([5, 1, 3], 1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), before)  # float32, sums in another order
+        assert logits(model).equal(trained) and not trained.equal(before)
+    inner = unload(model)
+    assert logits(inner).equal(logits(tiny_host("llama")))
+
+
+def test_attention_that_a_wrapper_hides_is_refused():
+    """peft's AdaptionPrompt puts the last layers' attention into modules of its own."""
+    model = inject(tiny_host("llama"), OPEN)
+    model = get_peft_model(model, AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_layers=1, adapter_len=4))
+    with pytest.raises(ValueError, match="layer 1: its attention is inside a AdaptedAttention, which hides"):
+        model(IDS)
+
+
+def test_a_state_read_without_autograd_is_gone_on_from_with_it():
+    model, cache = inject(tiny_host("llama"), OPEN), DynamicCache()
+    with torch.inference_mode():
+        model(IDS[:, :5], past_key_values=cache)
+    later = model(IDS[:, 5:], past_key_values=cache).logits
+    torch.testing.assert_close(later, model(IDS).logits[:, 5:])  # float32, sums in another order
+    later.sum().backward()
+    assert all(x.grad.isfinite().all() for x in model.model.layers[0].self_attn.parameters())

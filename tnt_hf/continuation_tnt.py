@@ -70,7 +70,8 @@ def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None
         layer = cache.layers[i]
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
             raise ValueError(
-                f"{CACHE_NAME}: layer {i} is a {type(layer).__name__}, which keeps no memory state; {hint}."
+                f"{CACHE_NAME}: layer {i} is a {type(layer).__name__}, which keeps no memory state"
+                f" (as where prefix tuning filled it); {hint}."
             )
         if layer.number_of_states != layout.slots:
             raise ValueError(
