@@ -7,7 +7,8 @@
     unload(model.merge_and_unload())                  LoRA merged, memory taken out; unload(model) gives the source
 
 An adapter is LoRA and memory together: `with model.disable_adapter()` is the model without both. A memory that
-`load_injected` loaded with a whole model is the model's own, and there as it was saved: the reference of TRL's losses.
+`load_injected` loaded with a whole model is the model's own and stays, with the weights it was loaded with, the
+reference of TRL's losses. Of one that was trained or read since `inject`, or merged, save the model and load it first.
 """
 
 import copy

@@ -80,9 +80,10 @@ def enter_model(
     injected = list(filter(is_injected, attentions.values()))
     if not torch.compiler.is_compiling():
         for i, attention in attentions.items():
-            if not is_injected(attention) and any(map(is_injected, attention.modules())):
-                kind = type(attention).__name__
-                raise ValueError(f"layer {i}: its attention is inside a {kind}, which hides the injected memory.")
+            if is_injected(attention) or (kind := type(attention).__name__) == row.attention_class:
+                continue
+            if any(map(is_injected, attention.modules())):
+                raise ValueError(f"layer {i}: {kind} hides the injected memory of the attention inside it.")
     if _is_switched_off(injected[0]):
         if any(hasattr(x, "base_layer") and getattr(x, "disable_adapters", None) is False for x in module.modules()):
             raise ValueError(
@@ -96,10 +97,11 @@ def enter_model(
         given[ARGUMENT] = MemoryCall(None, None)
         return (), given
     check_kept(module, cache)
+    settings = {**config.tnt_injection, "disable_adapter": _is_switched_off(injected[0])}
     slots = {attention.layer_idx: attention.memory.state_slots for attention in injected}
     if cache is not None:
         check_used(given.get("use_cache"))
-        make_stateful(cache, slots, config.num_hidden_layers, config.tnt_injection)
+        make_stateful(cache, slots, config.num_hidden_layers, settings)
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: a memory needs a 2-D mask [B, past + T] of valid tokens, not {found}.")
@@ -108,7 +110,7 @@ def enter_model(
         given["use_cache"] = False  # with a cache, attention would not tell documents apart
     elif cache is None and _uses_cache(module, use_cache=given.get("use_cache")):
         cache = given[CACHE_NAME] = DynamicCache(config=config)
-        make_stateful(cache, slots, config.num_hidden_layers, config.tnt_injection)
+        make_stateful(cache, slots, config.num_hidden_layers, settings)
     if cache is not None:
         check_continuation(cache, mask, cache.get_seq_length(), T)
         note_tokens(cache, T)

@@ -97,7 +97,10 @@ def read_state(cache: Cache, layer_idx: int) -> Tensor | None:
     if not layer.has_previous_state[0]:
         return None
     state = layer.recurrent_states[0]
-    return state.clone() if state.is_inference() and torch.is_grad_enabled() else state  # autograd keeps none of those
+    if not torch.is_grad_enabled():
+        return state
+    # Autograd keeps no tensor of inference mode; which is one, a graph cannot ask.
+    return state.clone() if torch.compiler.is_compiling() or state.is_inference() else state
 
 
 def write_state(cache: Cache, layer_idx: int, state: Tensor, count: int | Tensor) -> None:

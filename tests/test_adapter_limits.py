@@ -244,6 +244,8 @@ def test_a_memory_that_came_with_the_model_stays_where_its_adapter_is_disabled(c
             with torch.no_grad():
                 pieces = [model(x, past_key_values=cache).logits for x in IDS.split([5, 1, 3], 1)]
         torch.testing.assert_close(torch.cat(pieces, 1), before)  # float32, sums in another order
+        with pytest.raises(ValueError, match="another injection: disable_adapter=True, the model has False"):
+            model(IDS[:, :1], past_key_values=cache)
         assert logits(model).equal(trained) and not trained.equal(before)
     inner = unload(model)
     assert logits(inner).equal(logits(tiny_host("llama")))
@@ -253,7 +255,7 @@ def test_attention_that_a_wrapper_hides_is_refused():
     """peft's AdaptionPrompt puts the last layers' attention into modules of its own."""
     model = inject(tiny_host("llama"), OPEN)
     model = get_peft_model(model, AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_layers=1, adapter_len=4))
-    with pytest.raises(ValueError, match="layer 1: its attention is inside a AdaptedAttention, which hides"):
+    with pytest.raises(ValueError, match="layer 1: AdaptedAttention hides the injected memory"):
         model(IDS)
 
 
@@ -265,3 +267,15 @@ def test_a_state_read_without_autograd_is_gone_on_from_with_it():
     torch.testing.assert_close(later, model(IDS).logits[:, 5:])  # float32, sums in another order
     later.sum().backward()
     assert all(x.grad.isfinite().all() for x in model.model.layers[0].self_attn.parameters())
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_decoding_of_liza_is_one_graph(grad):
+    model, cache = inject(tiny_host("llama"), OPEN), DynamicCache()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.set_grad_enabled(grad):
+        model(IDS[:, :8], past_key_values=cache)
+        torch.testing.assert_close(  # float32, sums in another order
+            compiled(IDS[:, 8:], past_key_values=cache).logits, model(IDS).logits[:, 8:]
+        )
+    torch._dynamo.reset()

@@ -6,7 +6,9 @@ import warnings
 
 import pytest
 import torch
+from checkpoints import LONGROPE
 from tiny import MODES, TINY, tiny_config
+from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tnt_hf import TNTConfig, TNTForCausalLM, flops_per_token, memory_state_bytes
@@ -139,6 +141,7 @@ INVALID = [
     *[{"rope_parameters": {"rope_type": kind}} for kind in ("spiral", ["default"])],
     *[{"rope_parameters": {"rope_type": kind, "factor": None}} for kind in ("linear", "dynamic", "llama3")],
     *[{"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}}],
+    *[{"rope_parameters": LONGROPE | {name: [1.0] * 7}} for name in ("short_factor", "long_factor")],
     *[{"rope_parameters": {"rope_type": kind}} for kind in ("linear", "yarn", "llama3", "longrope")],  # no factor
     # unknown and not yet available names
     *[{name: "unknown"} for name in ("variant", "qk_projection", "global_read", "memory_projections", "memory_gate")],
@@ -194,10 +197,10 @@ def test_invalid_values_name_the_field_and_the_value(changes):
     "name, value",
     [
         (name, value)
-        for name in ("rope_theta", "factor", "attention_factor")
+        for name in ("rope_theta", "factor", "attention_factor", "partial_rotary_factor")
         for value in (0, -5.0, "1e4", True, math.inf, 10**30)
     ]
-    + [("rope_theta", None)],
+    + [("rope_theta", None), ("partial_rotary_factor", None)],
 )
 def test_numbers_of_rope_are_checked_before_it_is_computed(name, value):
     with pytest.raises(ValueError, match=re.escape(f"TNTConfig.rope_parameters.{name}={value!r}: must be positive")):
@@ -206,11 +209,14 @@ def test_numbers_of_rope_are_checked_before_it_is_computed(name, value):
         tiny_config(rope_theta=0)  # as older files have it
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
-def test_rope_is_computed_for_the_check_wherever_a_model_is_made(kind, device):
-    with torch.device(device):
-        assert tiny_config(rope_parameters={"rope_type": kind, "factor": 2.0}).rope_parameters["factor"] == 2.0
+PLACES = {x: torch.device(x) for x in ("cpu", "meta", "cuda")} | {"fake tensors": FakeTensorMode()}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rope", [*({"rope_type": x} for x in ("linear", "dynamic", "yarn")), LONGROPE], ids=str)
+def test_rope_is_computed_for_the_check_wherever_a_model_is_made(rope, place):
+    with PLACES[place]:
+        tiny_config(rope_parameters={"factor": 2.0} | rope)
 
 
 def test_the_memory_gap_is_named_in_tokens():

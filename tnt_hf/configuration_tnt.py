@@ -23,9 +23,8 @@ CHOICES = {"variant": ("mag", "mal", "lmm", "mac"), "global_read": ("chunk_start
     "memory_implementation": ("auto", "chunk", "naive", "native", "triton"), "memory_activation": ("silu", "gelu"),
     "memory_projections": ("own", "shared"), "memory_decay_target": ("init", "zero"),
     "memory_rule": ("gradient", "omega", "muon")}  # fmt: skip
-# Names whose engine is not written yet: an explicit choice that cannot be honoured must raise.
 NOT_AVAILABLE = {"variant": ("mac",), "memory_rule": ("omega", "muon"), "omega_window": range(2, 1 << 63),
-                 "memory_feature_map": ("polynomial",)}  # fmt: skip
+                 "memory_feature_map": ("polynomial",)}  # so far: a choice that cannot be honoured raises  # fmt: skip
 AT_LEAST_1 = ("vocab_size", "intermediate_size", "num_hidden_layers", "sliding_window", "omega_window", "head_dim",
     "hidden_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "memory_train_chunk_sizes",
     "global_chunk_size", "local_chunk_sizes", "local_reset_interval", "memory_num_heads", "memory_head_dim",
@@ -36,7 +35,7 @@ DERIVED = {"memory_conv_kernel": ("memory_projections", {"own": 4, "shared": 0}.
            "memory_max_lr": ("memory_depth", lambda depth: 0.5 if depth == 1 else 0.1)}  # fmt: skip
 POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
 ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor",
-    "original_max_position_embeddings")  # fmt: skip
+    "original_max_position_embeddings", "partial_rotary_factor")  # fmt: skip
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
 AUTO_MAP = {"AutoConfig": "configuration_tnt.TNTConfig", "AutoModel": "modeling_tnt.TNTModel"}
 HEADS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
@@ -197,8 +196,10 @@ class TNTConfig(PreTrainedConfig):
         self._check_values()  # again: only now is RoPE's complete
         try:
             self.validate_rope()
-            (rope := self.rope_parameters["rope_type"]) == "default" or ROPE_INIT_FUNCTIONS[rope](self, "meta")
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            for length in (1, 1 << 62) if (rope := self.rope_parameters["rope_type"]) != "default" else ():
+                with torch.device("cpu"):
+                    ROPE_INIT_FUNCTIONS[rope](self, seq_len=length)
+        except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             self._fail("rope_parameters", f"must be flat and for a rope_type of transformers, it causes {error!r}")
         self.auto_map = dict(getattr(self, "auto_map", None) or AUTO_MAP)
 
@@ -261,12 +262,11 @@ class TNTConfig(PreTrainedConfig):
         rope = {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ROPE_NUMBERS}
         for name, x in ({name: getattr(self, name) for name in POSITIVE} | rope).items():
             wrong = x is True or not isinstance(x, int | float) or not 0 < x < (2**63 if type(x) is int else math.inf)
-            if wrong and (x is not None or "theta" in name):  # what else is None the library knows how to find
+            if wrong and (x is not None or "theta" in name or "partial" in name):  # other None the library can find
                 self._fail(name, "must be positive and finite, integers below 2^63", x)
         if not 0 <= self.attention_dropout < 1:
             self._fail("attention_dropout", "must be in [0, 1)")
-        layers = self.memory_layers or []
-        if len(set(layers)) < len(layers) or any(i < 0 or i >= self.num_hidden_layers for i in layers):
+        if len(set(at := self.memory_layers or [])) < len(at) or any(not 0 <= i < self.num_hidden_layers for i in at):
             self._fail("memory_layers", f"must be distinct layer indices in [0, {self.num_hidden_layers})")
 
     def _resolve_layer_types(self):
