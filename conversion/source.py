@@ -260,6 +260,9 @@ def _companions(folder: Path) -> dict[str, Path]:
     names = [path.name for path in folder.iterdir()]
     found = [name for name in names if name in COMPANIONS or TEXTS.fullmatch(name) and not (folder / name).is_dir()]
     companions = {name: inside(folder, name) for name in sorted(found)}
+    for name, path in companions.items():
+        if name.endswith(".json"):
+            read_json(path)  # a damaged one would only be found out by who loads the copy
     templates = folder / TEMPLATES
     if templates.is_dir():
         root = folder.resolve().parent.parent / "blobs" if folder.parent.name == "snapshots" else templates.resolve()

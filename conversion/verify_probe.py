@@ -47,7 +47,11 @@ def probe_ids(folder: Path, text: str | None, length: int, vocabulary: int, seed
     label, content = "standard library of Python", default_text() if text is None else read_text(text)
     if text is not None:
         label = Path(text).name if is_file(text) else "text given"
-    ids = AutoTokenizer.from_pretrained(folder)(content, return_tensors="pt")["input_ids"][:, :length]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of the library's many readers, each with its own
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())})") from error
+    ids = tokenizer(content, return_tensors="pt")["input_ids"][:, :length]
     if ids.shape[1] < FEWEST:
         raise ValueError(f"text={content[:40]!r}: has {ids.shape[1]} tokens, a probe needs {FEWEST}")
     if int(ids.max()) >= vocabulary:

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SEAL = "complete.json"
 FORMAT = "tnt-checkpoint-1"
+DELETED = ".deleted-"  # before the name of a checkpoint that is being deleted
 # Settings that decide which rows a step sees, or what it does with them. Resumed with another value a run would be
 # neither the old one nor the new one: `Trainer` restores the old learning rates, for example, without a word.
 FIXED = (
@@ -99,6 +100,8 @@ def fault(folder: Path, intact: bool = False) -> str | None:
     try:
         found = json.loads((folder / SEAL).read_text(encoding="utf-8"))
         files = {folder / name: (entry["bytes"], entry["sha256"]) for name, entry in found["files"].items()}
+        if found["format"] != FORMAT or not isinstance(found["run"], dict):
+            return f"{SEAL} is not one of {FORMAT}"
     except FileNotFoundError:
         return f"has no {SEAL}: its save did not end"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -153,12 +156,15 @@ def delete_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, bes
     old = [path for path in complete[:-1] if best is None or path.resolve() != Path(best).resolve()]
     old = old[: max(len(complete) - limit, 0)]
     needed = set() if best is None else {_best_of(path) for path in complete if path not in old}
+    for path in Path(output_dir).glob(f"{DELETED}*"):
+        shutil.rmtree(path, ignore_errors=True)
     for path in old:
         if path.name in needed:
             continue
-        # Without its seal first: what a kill leaves of it must not count.
-        (path / SEAL).unlink()
-        shutil.rmtree(path, ignore_errors=True)
+        # Under another name first: what a kill leaves of it must not count, and goes with the next.
+        gone = path.with_name(f"{DELETED}{path.name}")
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _best_of(checkpoint: Path) -> str:

@@ -5,6 +5,7 @@ base. Documents are text that no training of this package reads by default, or w
 """
 
 import json
+import os
 from collections.abc import Iterable
 from os.path import normpath
 from pathlib import Path
@@ -26,6 +27,7 @@ from tnt_hf.recipes.sources import read_texts
 
 
 TOKENIZER_FILES = ("tokenizer_config.json", *TOKENIZERS)
+SMALL_FILES = ("generation_config.json", "tokenizer_config.json")
 CHARACTERS_PER_TOKEN = 32  # how much of a long text is read to find that many tokens
 
 
@@ -92,6 +94,9 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[nn.Module, st
             raise ValueError(f"base_model_name_or_path={base!r} of {ADAPTER_CONFIG}: is a file")
     elif Path(name).is_dir() and not Path(name, "config.json").is_file():
         raise ValueError(f"holds neither config.json nor {ADAPTER_CONFIG}")
+    for path in (Path(place, file) for place in {name, base} for file in SMALL_FILES):
+        if os.path.lexists(path):
+            read_json(path)  # the library goes on without one that it cannot read
     config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     arguments = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if settings is not None or getattr(config, "tnt_injection", None) or (adapter and config.model_type == "tnt"):
@@ -99,6 +104,8 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[nn.Module, st
     model, info = AutoModelForCausalLM.from_pretrained(base, output_loading_info=True, **arguments)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"tensor {missing[0]!r} is missing")
+    if config.model_type == "tnt" and (others := sorted(info["unexpected_keys"])):
+        raise ValueError(f"tensor {others[0]!r} belongs to another configuration")
     if adapter is not None:
         from peft import PeftModel
 

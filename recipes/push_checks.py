@@ -192,7 +192,7 @@ def _check_tokenizer(model: Model) -> list[str]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.folder)
     except Exception as error:  # of the library's many readers, each with its own
-        raise ValueError(f"{model.folder}: its tokenizer cannot be loaded ({error})") from error
+        raise ValueError(f"{model.folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())})") from error
     size = model.config.get("vocab_size")
     if size is not None and (needed := vocabulary_size(tokenizer)) > size:
         raise ValueError(f"{model.folder}: the ids of its tokenizer need {needed} rows, vocab_size is {size}")

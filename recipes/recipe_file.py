@@ -21,7 +21,7 @@ from typing import Any
 
 from tnt_hf.recipes.arguments import DataArguments, ModelArguments, RunArguments
 from tnt_hf.recipes.contradictions import check_settings, shown
-from tnt_hf.settings import parse_value, read_yaml
+from tnt_hf.settings import check_text, parse_value, read_yaml
 
 
 # What a recipe expects of `TrainingArguments` where it says nothing; the library has other ideas.
@@ -151,7 +151,7 @@ def read_recipe(arguments: list[str]) -> Recipe:
     training["output_dir"] = os.path.join("runs", *(("train",) if path is None else (path.parent.name, path.stem)))
     parser = HfArgumentParser((ModelArguments, DataArguments, RunArguments, TrainingArguments))
     try:
-        return Recipe(*parser.parse_dict(training | given), given=given, name=name)
+        return Recipe(*parser.parse_dict(training | _widened(given, hints)), given=given, name=name)
     # it looks for packages, devices and entries, and computes with numbers
     except (ImportError, KeyError, OverflowError, RuntimeError, TypeError) as error:
         raise ValueError(f"TrainingArguments: {type(error).__name__}: {error}") from error
@@ -261,7 +261,7 @@ def _place(flat: dict[str, Any], name: Any, value: Any, hints: dict[str, Any], c
     if rest and not _is_mapping(hints[first]):
         raise ValueError(f"{name}={shown(value)}: {first} is not a mapping")
     if rest or _is_mapping(hints[first]):
-        value = _parsed(value)
+        value = _parsed(name, value)
     for key in reversed(rest):
         value = {key: value}
     for field in value if first == "model_config" and isinstance(value, dict) else ():
@@ -295,11 +295,19 @@ def _merged(old: Any, new: Any) -> Any:
     return old | {key: _merged(old.get(key), value) for key, value in named.items()}
 
 
-def _parsed(value: Any) -> Any:
-    """A value from the command line as YAML reads it; others as they are."""
+def _parsed(name: str, value: Any) -> Any:
+    """A value from the command line as YAML reads it, but for text without quotes, which stays as it was typed: what
+    follows a # is part of a path. Others as they are."""
     if isinstance(value, list):
-        return [_parsed(item) for item in value]
-    return parse_value(str(value)) if isinstance(value, Text) else value
+        return [_parsed(name, item) for item in value]
+    if not isinstance(value, Text):
+        return value
+    check_text(name, value)
+    try:
+        found = parse_value(str(value))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return str(value) if isinstance(found, str) and value[0] not in "'\"" else found
 
 
 # ---------------------------------------------------------------------------------------------------- types and ranges
@@ -336,7 +344,13 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     kinds, raw = _kinds(hint), value
     if isinstance(value, Flag) and bool not in kinds:
         raise ValueError(f"{name}: --{name} needs a value")
-    value = _parsed(value)
+    try:
+        value = _parsed(name, value)
+    except ValueError:
+        if str not in kinds or not isinstance(raw, Text):
+            raise
+        check_text(name, raw)
+        value = str(raw)  # a path may begin with a *
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name}={value!r}: must be finite")
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
@@ -359,6 +373,12 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         for kind in kinds
     ]
     raise ValueError(f"{name}={shown(raw if isinstance(value, list) else value)}: must be {' or '.join(names)}")
+
+
+def _widened(given: dict[str, Any], hints: dict[str, Any]) -> dict[str, Any]:
+    """Whole numbers as floats where a field holds nothing else, which not everybody who reads it converts."""
+    real = [name for name, value in given.items() if type(value) is int and int not in _kinds(hints[name])]
+    return given | {name: float(given[name]) for name in real if float in _kinds(hints[name])}
 
 
 def _type_name(kind: Any) -> str:

@@ -78,7 +78,8 @@ def _settings(output: Path) -> dict[str, Any]:
 
     try:
         settings = parse_yaml((output / RESOLVED).read_text(encoding="utf-8"))
-        reason = None if isinstance(settings, dict) else "holds no mapping of fields"
+        named = isinstance(settings, dict) and all(isinstance(name, str) for name in settings)
+        reason = None if named else "holds no mapping of fields"
     except ValueError as error:  # also for bytes that are not text
         reason = str(error)
     if reason is not None:

@@ -412,6 +412,17 @@ def test_generate_ends_with_who_reads_it(model_folder):
     assert done.wait(timeout=120) == 141 and "Broken pipe" not in error and "Traceback" not in error
 
 
+def test_generate_needs_an_input_and_a_model_that_fits_its_configuration(model_folder, tmp_path, capsys, monkeypatch):
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"memory_conv_kernel": 0}))
+    assert main(["generate", str(folder), "--prompt", "abc"]) == 2
+    assert re.search(r"tensor '.*_conv.weight' belongs to another configuration", capsys.readouterr().err)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", model_folder, "--prompt", "-"]) == 2
+    assert "--prompt -: standard input is closed" in capsys.readouterr().err
+
+
 def test_generate_takes_any_causal_language_model_and_refuses_what_it_cannot_use(model_folder, tmp_path, capsys):
     """A Llama speaks as a Llama, not as a TNT model whose memory is random."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
@@ -426,6 +437,10 @@ def test_generate_takes_any_causal_language_model_and_refuses_what_it_cannot_use
     input_ids = tokenizer("abc", return_tensors="pt")["input_ids"]
     expected = llama.generate(input_ids, max_new_tokens=9, do_sample=False)[0, input_ids.shape[1] :]
     assert capsys.readouterr().out.replace(" ", "").strip() == tokenizer.decode(expected).replace(" ", "")
+    for damaged in ("", "{", "[1]"):
+        (tmp_path / "generation_config.json").write_text(damaged)
+        assert main(command) == 2 and "generation_config.json: " in capsys.readouterr().err
+    (tmp_path / "generation_config.json").unlink()
     for mistake, message in (
         (["--local-chunk-sizes", "1"], "has no local memories"),
         (["--device", "nowhere"], "--device nowhere"),

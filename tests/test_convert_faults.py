@@ -125,6 +125,8 @@ def test_an_unsupported_architecture_lists_the_supported(tmp_path, source):
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '"llama"', '{"a":' * 100_000], ids=lambda text: text[:9])
 def test_a_damaged_config(tmp_path, source, text):
+    (source / "generation_config.json").write_text(text)
+    refused(tmp_path, "generation_config.json")
     (source / "config.json").write_text(text)
     refused(tmp_path, "config.json")
 

@@ -180,6 +180,18 @@ def test_values_take_the_type_of_their_field():
     assert read("--optim", "adamw_torch").training.optim == "adamw_torch"
 
 
+@pytest.mark.parametrize("name", ["tr #2", "a\nb", "&a b", " sp ", "*a", "!x", "x\ty", "1 'q'", "{a", "a: b"])
+def test_a_path_is_what_was_typed(name):
+    """YAML would end it at a comment, fold its lines, or refuse it."""
+    recipe = read(
+        "--output_dir", name, "--dataset_name", name, "--model_config.hidden_act", "gelu", "--adam_beta1", "0"
+    )
+    assert (recipe.training.output_dir, recipe.data.dataset_name) == (name, name)
+    assert type(recipe.training.adam_beta1) is float
+    with pytest.raises(ValueError, match="output_dir='.udcff': is not UTF-8"):
+        read("--output_dir", "\udcff")
+
+
 def test_steps_on_the_command_line_replace_the_epochs_of_the_file(file):
     words = [*file("num_train_epochs: 3"), "--tokenizer", "somewhere"]
     assert read_recipe(words).training.num_train_epochs == 3

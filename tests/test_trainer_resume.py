@@ -21,6 +21,7 @@ from tnt_hf.conversion import LiZACallback, lora_config
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule
 from tnt_hf.recipes.checkpoints import (
     FIXED,
+    FORMAT,
     PIECE,
     PIECES,
     SEAL,
@@ -260,7 +261,7 @@ def sealed(folder: Path, *steps: int) -> None:
     for step in steps:
         path = folder / f"checkpoint-{step}"
         path.mkdir()
-        (path / SEAL).write_text(json.dumps({"files": {}, "run": {}}))
+        (path / SEAL).write_text(json.dumps({"format": FORMAT, "files": {}, "run": {}}))
 
 
 def test_a_partial_checkpoint_never_costs_a_complete_one(tmp_path):
@@ -282,9 +283,13 @@ def test_the_best_and_the_newest_checkpoint_stay(tmp_path, limit, left):
 
 def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path, monkeypatch):
     sealed(tmp_path, 1, 2)
-    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # killed before it could delete anything
-    delete_old_checkpoints(tmp_path, limit=1)
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # before it could delete anything
+        delete_old_checkpoints(tmp_path, limit=1)
     assert fault(tmp_path / "checkpoint-1") is not None and fault(tmp_path / "checkpoint-2") is None
+    assert len(os.listdir(tmp_path)) == 2
+    delete_old_checkpoints(tmp_path, limit=1)
+    assert os.listdir(tmp_path) == ["checkpoint-2"]
 
 
 def test_a_checkpoint_can_be_named(copy, capsys):

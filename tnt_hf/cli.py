@@ -278,6 +278,8 @@ def run_generate(options) -> None:
         raise ValueError(f"--top-p {options.top_p}: must be above 0 and at most 1")
     if options.top_p < 1 and not options.temperature:
         raise ValueError(f"--top-p {options.top_p}: has no effect at --temperature 0, which is greedy decoding")
+    if options.prompt == "-" and sys.stdin is None:
+        raise ValueError("--prompt -: standard input is closed")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     check_text("--prompt", prompt)
     model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
