@@ -221,6 +221,8 @@ def tnt_config(
     base["head_dim"] = getattr(source_config, "head_dim", None)
     base |= {"dtype": source_config.dtype} | family.translate(source_config)
     base |= _attention(base, window, keep_full_attention)
+    if base["rope_parameters"].get("partial_rotary_factor", ...) is None:
+        del base["rope_parameters"]["partial_rotary_factor"]
     for name in fields:
         if not (name in SETTABLE or name.startswith("memory_")) or name not in TNTConfig.__dataclass_fields__:
             what = "is taken from the source"

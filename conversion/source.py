@@ -27,6 +27,10 @@ COMPANIONS = (
     "vocab.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
+READ_BY_ALL = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json",
+)  # fmt: skip
 # One of them is the sign of a tokenizer.
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model",
@@ -261,7 +265,7 @@ def _companions(folder: Path) -> dict[str, Path]:
     found = [name for name in names if name in COMPANIONS or TEXTS.fullmatch(name) and not (folder / name).is_dir()]
     companions = {name: inside(folder, name) for name in sorted(found)}
     for name, path in companions.items():
-        if name.endswith(".json"):
+        if name in READ_BY_ALL:
             read_json(path)  # a damaged one would only be found out by who loads the copy
     templates = folder / TEMPLATES
     if templates.is_dir():

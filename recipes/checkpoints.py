@@ -157,13 +157,17 @@ def delete_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, bes
     old = old[: max(len(complete) - limit, 0)]
     needed = set() if best is None else {_best_of(path) for path in complete if path not in old}
     for path in Path(output_dir).glob(f"{DELETED}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
     for path in old:
         if path.name in needed:
             continue
         # Under another name first: what a kill leaves of it must not count, and goes with the next.
         gone = path.with_name(f"{DELETED}{path.name}")
-        path.rename(gone)
+        try:
+            path.rename(gone)
+        except OSError:  # of a file system that renames no folders
+            (path / SEAL).unlink()
+            gone = path
         shutil.rmtree(gone, ignore_errors=True)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 import tnt_hf
 from tnt_hf.conversion import load_injected
@@ -27,7 +27,6 @@ from tnt_hf.recipes.sources import read_texts
 
 
 TOKENIZER_FILES = ("tokenizer_config.json", *TOKENIZERS)
-SMALL_FILES = ("generation_config.json", "tokenizer_config.json")
 CHARACTERS_PER_TOKEN = 32  # how much of a long text is read to find that many tokens
 
 
@@ -94,8 +93,8 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[nn.Module, st
             raise ValueError(f"base_model_name_or_path={base!r} of {ADAPTER_CONFIG}: is a file")
     elif Path(name).is_dir() and not Path(name, "config.json").is_file():
         raise ValueError(f"holds neither config.json nor {ADAPTER_CONFIG}")
-    for path in (Path(place, file) for place in {name, base} for file in SMALL_FILES):
-        if os.path.lexists(path):
+    for place in dict.fromkeys((name, base)):
+        if os.path.lexists(path := Path(place, GENERATION_CONFIG_NAME)):
             read_json(path)  # the library goes on without one that it cannot read
     config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     arguments = {"dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -104,7 +103,8 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[nn.Module, st
     model, info = AutoModelForCausalLM.from_pretrained(base, output_loading_info=True, **arguments)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"tensor {missing[0]!r} is missing")
-    if config.model_type == "tnt" and (others := sorted(info["unexpected_keys"])):
+    others = [x for x in sorted(info["unexpected_keys"]) if x.startswith(f"{model.base_model_prefix}.")]
+    if config.model_type == "tnt" and others:
         raise ValueError(f"tensor {others[0]!r} belongs to another configuration")
     if adapter is not None:
         from peft import PeftModel

@@ -214,11 +214,12 @@ class ResumableTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = self.folder / f"checkpoint-{self.state.global_step}"
+        limit = self.args.save_total_limit
         with self.off_the_clock(), self.saving(folder):
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)  # of a run that died while saving
             self.accelerator.wait_for_everyone()
-            limit, self.args.save_total_limit = self.args.save_total_limit, None  # only complete ones count, below
+            self.args.save_total_limit = None  # only complete ones count, below
             try:
                 super()._save_checkpoint(model, trial)
             finally:
@@ -232,6 +233,8 @@ class ResumableTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 seal(folder, self._run)
+        if self.args.should_save:  # a failure of this costs no checkpoint
+            with self.off_the_clock():
                 delete_old_checkpoints(self.folder, limit, self.state.best_model_checkpoint)
 
     def _save(self, output_dir=None, state_dict=None) -> None:

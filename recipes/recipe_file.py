@@ -296,8 +296,8 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """A value from the command line as YAML reads it, but for text without quotes, which stays as it was typed: what
-    follows a # is part of a path. Others as they are."""
+    """A value from the command line as YAML reads it, but for text without quotes, which stays as it was typed, less
+    blanks around it: what follows a # is part of a path. Others as they are."""
     if isinstance(value, list):
         return [_parsed(name, item) for item in value]
     if not isinstance(value, Text):
@@ -307,7 +307,7 @@ def _parsed(name: str, value: Any) -> Any:
         found = parse_value(str(value))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    return str(value) if isinstance(found, str) and value[0] not in "'\"" else found
+    return value.strip() if isinstance(found, str) and value[0] not in "'\"" else found
 
 
 # ---------------------------------------------------------------------------------------------------- types and ranges

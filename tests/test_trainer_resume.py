@@ -292,6 +292,13 @@ def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["checkpoint-2"]
 
 
+def test_a_folder_that_cannot_be_renamed_is_deleted_where_it_is(tmp_path):
+    sealed(tmp_path, 1, 2)
+    (tmp_path / ".deleted-checkpoint-1").write_text("in the way")
+    delete_old_checkpoints(tmp_path, limit=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
+
+
 def test_a_checkpoint_can_be_named(copy, capsys):
     first, last = checkpoints(copy)
     expected = (last / "model.safetensors").read_bytes()
