@@ -295,9 +295,9 @@ def _merged(old: Any, new: Any) -> Any:
     return old | {key: _merged(old.get(key), value) for key, value in named.items()}
 
 
-def _parsed(name: str, value: Any) -> Any:
+def _parsed(name: str, value: Any, text: bool = False) -> Any:
     """A value from the command line as YAML reads it, but for text without quotes, which stays as it was typed, less
-    blanks around it: what follows a # is part of a path. Others as they are."""
+    blanks around it: what follows a # is part of a path, and with `text` so is a * before it. Others as they are."""
     if isinstance(value, list):
         return [_parsed(name, item) for item in value]
     if not isinstance(value, Text):
@@ -306,6 +306,8 @@ def _parsed(name: str, value: Any) -> Any:
     try:
         found = parse_value(str(value))
     except ValueError as error:
+        if text:
+            return str(value)
         raise ValueError(f"{name}: {error}") from error
     return value.strip() if isinstance(found, str) and value[0] not in "'\"" else found
 
@@ -344,13 +346,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     kinds, raw = _kinds(hint), value
     if isinstance(value, Flag) and bool not in kinds:
         raise ValueError(f"{name}: --{name} needs a value")
-    try:
-        value = _parsed(name, value)
-    except ValueError:
-        if str not in kinds or not isinstance(raw, Text):
-            raise
-        check_text(name, raw)
-        value = str(raw)  # a path may begin with a *
+    value = _parsed(name, value, text=str in kinds)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name}={value!r}: must be finite")
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:

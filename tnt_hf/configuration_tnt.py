@@ -97,7 +97,7 @@ class TNTConfig(PreTrainedConfig):
 
         memory_num_heads, memory_head_dim (`int`, *optional*): by default `num_key_value_heads` and `head_dim`.
         memory_projections (`str`, defaults to `"own"`): own q, k, v projections; `"shared"`: attention's, before RoPE.
-        memory_conv_kernel (`int`, *optional*): causal depthwise conv of q, k, v; 0 and 1: none; 4 if own, else 0.
+        memory_conv_kernel (`int`, *optional*): taps of q, k, v's causal conv (0, 1: none); `None`: 4 if own, else 0.
         memory_feature_map (`str`, defaults to `"silu"`): applied to q and k before their L2 norm, or `"identity"`;
             `"quadratic"`: no SiLU, and after it the products of all pairs, D (D + 1) / 2 wide, scores (q . k)^2.
         memory_value_norm (`bool`, defaults to `True`): L2-normalise v.
