@@ -267,6 +267,17 @@ def test_fields_may_stand_after_options(capsys):
     assert status == 2
 
 
+def test_an_interruption_at_any_moment_is_one_line(monkeypatch, capsys):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    for place in ("build_parser", "run_info"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"tnt_hf.cli.{place}", interrupted)
+            assert main(["info", "tnt"]) == 130
+        assert capsys.readouterr().err.splitlines()[0].endswith(": interrupted")
+
+
 def test_help_is_immediate_and_loads_no_torch():
     command = [sys.executable, "-m", "tnt_hf.cli", "--help"]
     environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1", "COLUMNS": "200"}

@@ -200,10 +200,10 @@ def test_invalid_values_name_the_field_and_the_value(changes):
         for name in ("rope_theta", "factor", "attention_factor", "partial_rotary_factor")
         for value in (0, -5.0, "1e4", True, math.inf, 10**30)
     ]
-    + [("rope_theta", None), ("partial_rotary_factor", None)],
+    + [("rope_theta", None), ("partial_rotary_factor", None), ("full_attention", {"rope_theta": 1e4})],
 )
 def test_numbers_of_rope_are_checked_before_it_is_computed(name, value):
-    with pytest.raises(ValueError, match=re.escape(f"TNTConfig.rope_parameters.{name}={value!r}: must be positive")):
+    with pytest.raises(ValueError, match=re.escape(f"TNTConfig.rope_parameters.{name}={value!r}: must be one ")):
         tiny_config(rope_parameters={"rope_type": "linear", "factor": 2.0, name: value})
     with pytest.raises(ValueError, match="rope_theta=0"):
         tiny_config(rope_theta=0)  # as older files have it

@@ -87,16 +87,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, 2 for a mistake in the input, 130 if interrupted, 141 if nobody
     reads the output."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = build_parser()
-    check_command(parser, *arguments[:1])
-    options, rest = parser.parse_known_args(arguments)
-    if rest and options.command not in DELEGATED:
-        getattr(options, "error", parser.error)(f"unrecognized arguments: {' '.join(rest)}")
-    options.rest = arguments[1:]
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # what was done is no mistake where it cannot be shown
+    name = "tnt"
     try:
+        parser = build_parser()
+        check_command(parser, *arguments[:1])
+        options, rest = parser.parse_known_args(arguments)
+        name += f" {options.command}"
+        if rest and options.command not in DELEGATED:
+            getattr(options, "error", parser.error)(f"unrecognized arguments: {' '.join(rest)}")
+        options.rest = arguments[1:]
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")  # what was done is no mistake where it cannot be shown
         status = options.run(options) or 0
         if sys.stdout is not None:  # as of a daemon
             sys.stdout.flush()
@@ -105,11 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as of a process that SIGPIPE ended
     except KeyboardInterrupt:
-        print(f"tnt {options.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
         known = isinstance(error, OSError) and error.strerror and error.filename
-        print(f"tnt {options.command}: {f'{error.filename}: {error.strerror}' if known else error}", file=sys.stderr)
+        print(f"{name}: {f'{error.filename}: {error.strerror}' if known else error}", file=sys.stderr)
         return 2
 
 

@@ -34,9 +34,9 @@ DERIVED = {"memory_conv_kernel": ("memory_projections", {"own": 4, "shared": 0}.
            "memory_gate_init": ("memory_gate", {"add": 1.0, "mix": 0.5}.get),
            "memory_max_lr": ("memory_depth", lambda depth: 0.5 if depth == 1 else 0.1)}  # fmt: skip
 POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
-ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor",
-    "original_max_position_embeddings", "partial_rotary_factor")  # fmt: skip
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
+ONE_ROPE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", *LAYER_TYPES,
+    "original_max_position_embeddings", "partial_rotary_factor")  # numbers; of no layer type its own  # fmt: skip
 AUTO_MAP = {"AutoConfig": "configuration_tnt.TNTConfig", "AutoModel": "modeling_tnt.TNTModel"}
 HEADS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 AUTO_MAP |= {f"AutoModelFor{head}": f"modeling_tnt.TNTFor{head}" for head in HEADS}
@@ -259,11 +259,11 @@ class TNTConfig(PreTrainedConfig):
             for value in values if isinstance(values, (list, tuple)) else [values]:
                 if value is not None and (isinstance(value, bool) or not least <= value < 1 << 63):
                     self._fail(name, f"must be an integer of at least {least} and below 2^63")
-        rope = {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ROPE_NUMBERS}
+        rope = {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ONE_ROPE}
         for name, x in ({name: getattr(self, name) for name in POSITIVE} | rope).items():
             wrong = x is True or not isinstance(x, int | float) or not 0 < x < (2**63 if type(x) is int else math.inf)
             if wrong and (x is not None or "theta" in name or "partial" in name):  # other None the library can find
-                self._fail(name, "must be positive and finite, integers below 2^63", x)
+                self._fail(name, "must be one positive and finite number, integers below 2^63", x)
         if not 0 <= self.attention_dropout < 1:
             self._fail("attention_dropout", "must be in [0, 1)")
         if len(set(at := self.memory_layers or [])) < len(at) or any(not 0 <= i < self.num_hidden_layers for i in at):
