@@ -369,6 +369,14 @@ def test_unload_leaves_no_trace(kind, config):
     logits(inject(model, config), ids)
 
 
+def test_attention_that_was_compiled_since_is_unloaded():
+    model, ids = tiny_host("llama"), tokens(2, 9)
+    expected, first = logits(model, ids), inject(model, OPEN_LIZA).model.layers[0]
+    first.self_attn = torch.compile(first.self_attn, backend="eager")
+    assert not torch.equal(logits(model, ids), expected)
+    assert torch.equal(logits(unload(model), ids), expected)
+
+
 @opened
 def test_copies_and_neighbours_are_independent(config):
     ids, shared = tokens(2, 9), tiny_host("llama").config
