@@ -75,7 +75,7 @@ def _phi3(config: PreTrainedConfig) -> dict[str, Any]:
     if (kind := config.rope_parameters["rope_type"]) != "default":
         raise ValueError(
             f"rope_parameters.rope_type={kind!r}: Phi3's generate starts over with other frequencies where a text"
-            " outgrows original_max_position_embeddings; TNT's does not"
+            " outgrows original_max_position_embeddings; TNT's does not, but a memory can be injected"
         )
     return {"sliding_window": config.sliding_window}
 

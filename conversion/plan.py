@@ -54,7 +54,7 @@ def our_tensors(source: Source, family: Family, config: TNTConfig) -> dict[str, 
             found[name] = tensor
             continue
         if not set(parts) <= expected.keys():
-            raise ValueError(f"{tensor.path}: unknown tensor {name!r}; {says}")
+            raise _unknown(tensor, name, says, f"model.{parts[0]}" in expected)
         rows = [expected[part][0] for part in parts]
         if tensor.shape != (sum(rows), *expected[parts[0]][1:]):
             raise ValueError(
@@ -64,7 +64,7 @@ def our_tensors(source: Source, family: Family, config: TNTConfig) -> dict[str, 
             found[part] = tensor.rows(sum(rows[:i]), rows[i])
     for name, tensor in found.items():
         if name not in expected:
-            raise ValueError(f"{tensor.path}: unknown tensor {name!r}; {says}")
+            raise _unknown(tensor, name, says, f"model.{name}" in expected)
         if tensor.shape != expected[name]:
             shapes = f"{list(tensor.shape)}, by config.json it must be {list(expected[name])}"
             raise ValueError(f"{tensor.path}: tensor {name!r} has shape {shapes}")
@@ -73,6 +73,14 @@ def our_tensors(source: Source, family: Family, config: TNTConfig) -> dict[str, 
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{source.folder}: tensor {missing[0]!r}{more} missing; {says}")
     return found
+
+
+def _unknown(tensor: StoredTensor, name: str, says: str, headless: bool) -> ValueError:
+    if headless:
+        says = (
+            "its names are those of a model without a head, those that AutoModelForCausalLM saves begin with 'model.'"
+        )
+    return ValueError(f"{tensor.path}: unknown tensor {name!r}; {says}")
 
 
 def is_same_bytes(source: Source, tensors: Mapping[str, StoredTensor], dtype: str | None) -> bool:

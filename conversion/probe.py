@@ -77,14 +77,14 @@ def measure_window(
         reason = " ".join(str(error).split())
         raise ValueError(f"probe: {folder} has a tokenizer that cannot be loaded ({reason})") from error
     ids = tokenizer(read_text(probe), return_tensors="pt", verbose=False)["input_ids"][:, :MAX_TOKENS]
+    taken = "" if is_file(probe) else f" ({probe_name(probe)!r} is not a file, so it is the text)"
     if ids.shape[1] <= window + 1:  # the first token that the window narrows has to predict another
-        taken = "" if is_file(probe) else f" ({probe_name(probe)!r} is not a file, so it is the text)"
         raise ValueError(
             f"probe: the text has {ids.shape[1]} tokens, which must be more than window + 1 = {window + 1}{taken}"
         )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
     behind = sum(part.shape[1] - window for part in segments(model, ids, window))
-    warning = f": warning: fewer than {FEW:,} measure mostly chance, give a longer text" if behind < FEW else ""
+    warning = f": warning: fewer than {FEW:,} measure mostly chance, give a longer text{taken}" if behind < FEW else ""
     say(f"probe       {ids.shape[1]:,} tokens, {behind:,} of them behind a window of {window}{warning}")
     with torch.inference_mode():
         errors = window_errors(model.eval(), ids, window, print_progress if progress else None)

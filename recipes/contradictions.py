@@ -5,8 +5,8 @@ from typing import Any
 from tnt_hf.recipes.arguments import MODES, NEW_MODELS, TRAINABLE
 
 
-# Options of torch.utils.checkpoint that can stand in a recipe.
-RECOMPUTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+# Options of torch.utils.checkpoint that can stand in a recipe, and one of the library.
+RECOMPUTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop", "every_n_layers")
 
 
 def shown(value: Any) -> str:
@@ -53,6 +53,9 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
     for name, off in (("label_names", None), ("include_for_metrics", []), ("batch_eval_metrics", False)):
         if value(name) not in (None, off):
             refuse(name, "is not used: an evaluation gives eval_loss only, of labels that the data makes")
+    for name in ("bf16_full_eval", "fp16_full_eval"):  # which casts a model outside of training, for good
+        if value(name):
+            refuse(name, f"has no effect on the evaluations of a run; with {name[:4]} they are computed in it")
     if value("optim_target_modules"):
         refuse("optim_target_modules", "has no effect: which weights have which optimizer is the recipe's")
     if value("eval_steps") and value("eval_strategy") != "steps":
@@ -61,8 +64,11 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
     for name in recomputing:
         if value(f"{name}_kwargs") and not any(map(value, recomputing)):
             refuse(f"{name}_kwargs", f"has no effect without {name}")
-        if unknown := [option for option in value(f"{name}_kwargs") or {} if option not in RECOMPUTING]:
+        options = value(f"{name}_kwargs") or {}
+        if unknown := [option for option in options if option not in RECOMPUTING]:
             refuse(f"{name}_kwargs", f"{unknown[0]!r} must be among {', '.join(RECOMPUTING)}")
+        if isinstance(every := options.get("every_n_layers", 1), bool) or not isinstance(every, int) or every < 1:
+            refuse(f"{name}_kwargs", "every_n_layers must be an integer of at least 1")
     if value("auto_find_batch_size"):
         refuse("auto_find_batch_size", "would change the batch in the run, away from the one written down")
     accelerator = value("accelerator_config")

@@ -43,8 +43,12 @@ def data_files(folder: Path) -> dict[str, list[Path]]:
     trees "test" is part of many names.
 
     Raises:
-        ValueError: there is none, or one is a link to a file that is not there.
+        ValueError: there is none, one is a link to a file that is not there, or all are of `save_to_disk`.
     """
+    if (folder / "dataset_dict.json").is_file() or any(folder.glob("*.arrow")):
+        raise ValueError(
+            f"dataset_name={str(folder)!r}: is of save_to_disk of datasets; write it with to_parquet instead"
+        )
     found = set(_files(folder))
     tables = {path for path in found if kind_of(path) in TABLES}
     texts = {path for path in found if kind_of(path) in TEXTS}

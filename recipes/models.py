@@ -253,9 +253,21 @@ def finished(model: nn.Module) -> nn.Module:
     library cannot hold its memory.
     """
     if hasattr(model, "peft_config") and model.get_base_model().config.model_type == "tnt":
+        _untie_adapted(model.get_base_model())
         model = model.merge_and_unload()
     model.config.use_cache = True  # Trainer turns it off, and it would be saved like that
     return model
+
+
+def _untie_adapted(model: nn.Module) -> None:
+    """Where LoRA adapts one of two tied layers, or both, each needs a weight of its own to be merged into."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if model.config.tie_word_embeddings and any(isinstance(end, BaseTunerLayer) for end in ends):
+        head = ends[1].get_base_layer() if isinstance(ends[1], BaseTunerLayer) else ends[1]
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
 
 
 # --------------------------------------------------------------------------------------------------------- the teacher

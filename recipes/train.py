@@ -173,6 +173,8 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
             seed=args.seed,
             say=say,
         )
+    if args.use_liger_kernel and model.config.model_type == "tnt":
+        raise ValueError("use_liger_kernel=True: liger-kernel has nothing for models of type 'tnt'")
     for callback in callbacks:
         callback.check(model)
     groups = parameter_groups(

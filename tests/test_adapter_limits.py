@@ -6,10 +6,11 @@ import json
 import pytest
 import torch
 from peft import AdaptionPromptConfig, get_peft_model
-from tiny import tokens
+from tiny import tiny_model, tokens
 from tiny_hosts import tiny_host
 from transformers import DynamicCache
 
+from tnt_hf import TNTForCausalLM
 from tnt_hf.conversion import (
     LiZAConfig,
     TNTInjectionConfig,
@@ -21,6 +22,7 @@ from tnt_hf.conversion import (
 )
 from tnt_hf.conversion.inject import set_max_self_attn_length
 from tnt_hf.conversion.injection_config import injection_from_dict
+from tnt_hf.recipes.models import finished, set_trainable
 
 
 IDS = tokens(2, 9)
@@ -106,6 +108,38 @@ def test_lora_without_its_memory_is_refused():
         if hasattr(module, "modules_to_save"):
             module.enable_adapters(True)
     assert logits(model).equal(on)
+
+
+def test_a_models_own_memory_is_switched_on_with_its_adapter():
+    model = tiny_model()
+    source = logits(model)
+    add_adapter(model)
+    for module in model.modules():
+        if hasattr(module, "modules_to_save"):
+            torch.nn.init.normal_(module.modules_to_save.default.gate.scale)
+    on = logits(model)
+    model.disable_adapters()
+    assert logits(model).equal(source) and not on.equal(source)
+    model.enable_adapters()
+    assert logits(model).equal(on)
+
+
+@pytest.mark.parametrize("names", [["lm_head"], ["embed_tokens"], ["q_proj", "lm_head", "embed_tokens"]])
+@pytest.mark.parametrize("tying", [False, True])
+def test_merged_into_tied_layers_it_is_the_same_model(names, tying, tmp_path):
+    """peft would add what one of them learned to the weight of both."""
+    model = tiny_model(torch.float32, tie_word_embeddings=True)
+    lora = {"target_modules": names, "lora_dropout": 0.0, "ensure_weight_tying": tying}
+    model = set_trainable(model, "lora", lora)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    expected = logits(model)
+    merged = finished(model)
+    merged.save_pretrained(tmp_path)
+    # float32 in another order: W x + B A x against (W + B A) x
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
+    assert logits(TNTForCausalLM.from_pretrained(tmp_path)).equal(logits(merged))
 
 
 def test_lists_are_what_json_gives_back(tmp_path):

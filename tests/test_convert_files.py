@@ -318,7 +318,7 @@ def test_how_much_was_probed_is_told_and_that_it_is_little(tmp_path, source, wor
     convert_checkpoint(source, tmp_path / "result", window=5, probe=text, progress=False, say=said.append)
     [line] = [line for line in said if line.startswith("probe ")]
     assert f"{words:,} tokens, {words - 5 * -(-words // 64):,} of them behind a window of 5" in line
-    assert ("warning: fewer than 1,000" in line) == few
+    assert ("warning: fewer than 1,000" in line) == few == ("is not a file, so it is the text" in line)
 
 
 @pytest.mark.parametrize(

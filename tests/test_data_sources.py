@@ -223,6 +223,14 @@ def test_a_link_to_nothing_is_told(tmp_path):
         list(read_texts(str(tmp_path)))
 
 
+@pytest.mark.parametrize("kind", ["Dataset", "DatasetDict"])
+def test_a_folder_of_save_to_disk_is_named(tmp_path, kind):
+    saved = datasets.Dataset.from_list([{"text": "a b"}])
+    (saved if kind == "Dataset" else datasets.DatasetDict(train=saved)).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved': is of save_to_disk of datasets; write it with to_parquet"):
+        list(read_texts(str(tmp_path / "saved")))
+
+
 def test_a_name_that_is_no_unicode_is_read_as_any_other(tmp_path, tokenizer):
     for name in (b"a\xe9.txt", b"b.txt"):
         (tmp_path / os.fsdecode(name)).write_text("a text")

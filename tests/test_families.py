@@ -8,6 +8,7 @@ from checkpoints import CASES, FUSED, LONGROPE, SIZES, source_model
 from transformers import CONFIG_MAPPING
 
 from tnt_hf import TNTForCausalLM
+from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.families import FAMILIES, base_shapes, read_source_config, tnt_config
 
 
@@ -24,6 +25,13 @@ def test_base_shapes_are_those_of_both_models(case):
     assert {name: tuple(x.shape) for name, x in result.state_dict().items() if ".memory." not in name} == shapes
     if case in CASES:
         assert {name: tuple(x.shape) for name, x in source.state_dict().items()} == shapes
+
+
+@pytest.mark.parametrize("case", ["llama", "phi3"])
+def test_a_model_without_a_head_is_told_by_its_names(case, tmp_path):
+    source_model(case).model.save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="unknown tensor '.*'; its names are those of a model without a head"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "result")
 
 
 @pytest.mark.parametrize("case", CASES | FUSED)

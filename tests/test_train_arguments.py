@@ -309,6 +309,11 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
         ("--label_names []", "label_names=[]: is not used"),
         ("--include_for_metrics inputs", "include_for_metrics=['inputs']: is not used"),
         ("--batch_eval_metrics", "batch_eval_metrics=True: is not used"),
+        ("--bf16_full_eval", "bf16_full_eval=True: has no effect on the evaluations of a run; with bf16 they are"),
+        (
+            "--activation_checkpointing --activation_checkpointing_kwargs.every_n_layers 0",
+            "activation_checkpointing_kwargs={'every_n_layers': 0}: every_n_layers must be an integer of at least 1",
+        ),
         ("--max_steps 3 --num_train_epochs 2", "num_train_epochs=2: has no effect beside max_steps=3: give one of"),
         ("--hub_token hf_secret", "hub_token: settings are saved with the run, so a secret is refused; set HF_TOKEN"),
         ("--window_dropout_warmup_steps 5", "window_dropout_warmup_steps=5: has no effect without window_dropout"),
@@ -367,6 +372,17 @@ def test_a_package_that_is_missing_is_named_before_the_run(monkeypatch):
     monkeypatch.setattr(recipe_file, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="use_liger_kernel=True: needs the package liger-kernel"):
         read("--use_liger_kernel")
+
+
+def test_a_package_that_does_nothing_for_a_model_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(recipe_file, "find_spec", lambda name: name != "tensorboard")  # as if liger-kernel were here
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("some text " * 99)
+    new = "--model tnt --hidden_size 8 --num_hidden_layers 1 --num_attention_heads 1 --tokenizer_vocab_size 257"
+    with pytest.raises(ValueError, match="use_liger_kernel=True: liger-kernel has nothing for models of type 'tnt'"):
+        prepare(
+            f"{new} --dataset_name text.txt --sequence_length 8 --max_steps 1 --use_cpu --use_liger_kernel".split()
+        )
 
 
 def test_a_new_model_needs_a_tokenizer():

@@ -393,6 +393,14 @@ class TNTPreTrainedModel(PreTrainedModel):
             init.normal_(module.persistent_keys, std=std)
             init.normal_(module.persistent_values, std=std)
 
+    def enable_adapters(self) -> None:
+        """As in the library, and with what adapters train in full, such as the memory: `disable_adapters()` switches
+        it off, too."""
+        super().enable_adapters()
+        for module in self.modules():
+            if hasattr(module, "modules_to_save"):
+                module.enable_adapters(True)
+
     def set_local_chunk_sizes(self, sizes: int | list[int]) -> None:
         """
         Change the chunk sizes (in tokens) of the local memories: one for all, or one each. `[1]` is stage 2. No weight
