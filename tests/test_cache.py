@@ -232,6 +232,27 @@ def goes_on_after_rows_ended(model, make, pads, sample, plain=None):
     torch.testing.assert_close(torch.stack(cached.logits), torch.stack(anew.logits), **CLOSE)
 
 
+@pytest.mark.parametrize("changes", [{}, {"memory_layers": []}], ids=["memory", "a window alone"])
+def test_what_cannot_forget_drafts_for_no_other_model(changes):
+    model, ids = tiny_model(**changes), tokens(1, 9)
+    assert not any(layer.is_croppable for layer in TNTCache(model.config).layers)
+    other = tiny_model(memory_layers=[], sliding_window=None)
+    with pytest.raises(ValueError, match="assistant_model: with memory or a window it cannot draft"):
+        other.generate(ids, max_new_tokens=6, assistant_model=model, do_sample=False)
+
+
+def test_a_draft_by_the_first_layers_is_the_first_layers():
+    model, ids = tiny_model(memory_layers=[], sliding_window=None, num_hidden_layers=3), tokens(1, 9)
+    called = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda layer, _: called.append(layer))
+    greedy = model.generate(ids, max_new_tokens=6)
+    called.clear()
+    assert torch.equal(model.generate(ids, max_new_tokens=6, assistant_early_exit=1), greedy)
+    first, *others = map(called.count, model.model.layers)
+    assert first > max(others)
+
+
 @pytest.mark.parametrize("memory_layers", [[0, 1], [1]], ids=["every layer", "the second layer"])
 def test_a_memory_cannot_be_cropped(memory_layers):
     model, ids = tiny_model(layer_types=["full_attention"] * 2, memory_layers=memory_layers), tokens(1, 12)

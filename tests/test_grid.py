@@ -115,7 +115,7 @@ def test_all_layers_go_on_in_one_grid(made, padded, monkeypatch):
     ids, mask = tokens(2, 40), PADDED if padded else None
 
     def logits(layers: int, piece: int = 7) -> torch.Tensor:
-        model, cache, found = tiny_model(num_hidden_layers=layers), None, []
+        model, cache, found = tiny_model(num_hidden_layers=layers, memory_implementation="chunk"), None, []
         made.clear()
         monkeypatch.setattr(grid_tnt, "_LATELY", ())
         with torch.no_grad():

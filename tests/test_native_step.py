@@ -1,8 +1,9 @@
-"""One decoded token in C (`native_step_tnt`) is what `branch_tnt` computes in operations of torch, whatever the model;
-and where it cannot be, torch computes it."""
+"""One decoded token, or a few, in C (`native_step_tnt`) is what `branch_tnt` computes in operations of torch, whatever
+the model; and where it cannot be, torch computes it."""
 
 import copy
 import io
+from itertools import cycle
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 
 from tnt_hf import native_step_tnt
+from tnt_hf.branch_tnt import FEW_TOKENS
 from tnt_hf.gate_tnt import TNTGateLinear, TNTRMSNorm
 from tnt_hf.native_build_tnt import unavailable
 from tnt_hf.native_step_tnt import NativeStep, native_parameters
@@ -61,20 +63,21 @@ ROWS = [tokens(9 + STEPS), tokens(4 + STEPS, seed=2), tokens(7 + STEPS, seed=3)]
 
 
 @torch.no_grad()
-def decode(model, how: str, rows=ROWS, absent: tuple[int, ...] = (), surprise: bool = True) -> list[torch.Tensor]:
-    """Logits and `surprise` of `STEPS` tokens of rows that began at different times, then all states. At the steps
-    `absent` the first row has no token."""
+def decode(model, how: str, rows=ROWS, absent=(), surprise: bool = True, pieces=(1,)) -> list[torch.Tensor]:
+    """Logits and `surprise` of `STEPS` tokens of rows that began at different times, in `pieces` of so many tokens,
+    then all states. At the steps `absent` the first row has no token."""
     model.config.memory_implementation = how
     ids, mask = left_padded(rows)
     prompt = ids.shape[1] - STEPS
     for step in absent:
         mask[0, prompt + step] = 0
     cache = model(ids[:, :prompt], attention_mask=mask[:, :prompt]).past_key_values
-    found = []
-    for t in range(prompt, ids.shape[1]):
-        seen = {"attention_mask": mask[:, : t + 1], "past_key_values": cache}
-        out = model(ids[:, t : t + 1], output_surprise=surprise, **seen)
-        found += [out.logits * mask[:, t, None, None], *(out.surprise or ())]
+    found, begin, sizes = [], prompt, cycle(pieces)
+    while begin < ids.shape[1]:
+        piece = slice(begin, begin := begin + next(sizes))
+        seen = {"attention_mask": mask[:, :begin], "past_key_values": cache}
+        out = model(ids[:, piece], output_surprise=surprise, **seen)
+        found += [out.logits * mask[:, piece, None], *(out.surprise or ())]
     for layer in cache.layers:
         if getattr(layer, "recurrent_states", None):
             found += [*layer.recurrent_states.values(), *(x for x in layer.conv_states.values() if x is not None)]
@@ -97,6 +100,49 @@ def test_it_is_what_torch_computes(calls, changes):
     got = decode(model, "auto", absent=(6,))
     assert len(calls) == STEPS * len(model.config.memory_layer_indices)
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("changes", [*MODES.values(), *MORE.values()], ids=[*MODES, *MORE])
+def test_so_are_a_few_tokens_in_one_call(calls, changes):
+    model, how = awake(tiny_model(**changes)), {"absent": (1, 6), "pieces": (3, FEW_TOKENS, 1)}
+    want = decode(model, "chunk", **how)
+    assert not calls
+    got = decode(model, "auto", **how)
+    assert len(calls) == 3 * len(model.config.memory_layer_indices)
+    assert_same(got, want)
+
+
+def test_more_than_a_few_are_whole_chunks(calls):
+    model, pieces = awake(tiny_model()), (FEW_TOKENS + 1, STEPS - FEW_TOKENS - 1)
+    assert_same(decode(model, "auto", pieces=pieces), decode(model, "chunk", pieces=pieces))
+    assert len(calls) == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_few_tokens_are_to_the_bit_what_they_are_one_by_one(dtype):
+    model = awake(tiny_model(dtype, memory_momentum=True, memory_decay=True))
+    memory, layout, T = model.model.layers[0].memory, StateLayout.of(model.config), FEW_TOKENS
+    ids, mask = left_padded(ROWS)
+    cache = model(ids, attention_mask=mask).past_key_values
+    x = torch.randn(len(ids), T, model.config.hidden_size, generator=torch.Generator().manual_seed(5), dtype=dtype)
+    present = torch.rand(len(ids), T, generator=torch.Generator().manual_seed(6)) < 0.8
+    found = []
+    for size in (1, T):
+        state = LayerState.read(copy.deepcopy(cache), 0, layout)
+        step, parts = NativeStep(memory, layout, (len(ids), size), False), []
+        shared = [f(x) for f in (memory.q_proj, memory.k_proj, memory.v_proj)]
+        parameters = native_parameters(memory, "f", "native", shared, dtype)
+        for piece in (slice(t, t + size) for t in range(0, T, size)):
+            tokens_here = [y[:, piece] for y in shared]
+            parts.append(step(memory, parameters, x[:, piece], tokens_here, state, present[:, piece], True))
+        states = [state.time, state.conv, *state.projections.values()]
+        states += [
+            y for own in state.memories for kind in (own.weights, own.chunk_weights, own.momentum) for y in kind
+        ]
+        found.append([torch.cat(y, 1) for y in zip(*parts)] + states)
+    for one_by_one, together in zip(*found, strict=True):
+        assert torch.equal(one_by_one, together)
 
 
 def test_float32_is_no_further_from_the_truth_than_torch_s():
@@ -354,5 +400,5 @@ def test_a_state_of_another_size_is_refused(slot):
     shared = [f(x) for f in (memory.q_proj, memory.k_proj, memory.v_proj)]
     parameters = native_parameters(memory, "f", "native", shared, torch.float64)
     with pytest.raises(ValueError, match=r"state must hold \d+ numbers of .*, got \d+"):
-        NativeStep(memory, layout, 2, False)(memory, parameters, x[:, 0], shared, state, None, False)
+        NativeStep(memory, layout, (2, 1), False)(memory, parameters, x, shared, state, None, False)
     assert torch.equal(short, before)

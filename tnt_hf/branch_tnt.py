@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from .cache_name_tnt import with_cache_name
 from .compiler_tnt import is_exporting
 from .configuration_tnt import TNTConfig
-from .convolution_tnt import TNTCausalConv, convolve_token, is_one_product
+from .convolution_tnt import TNTCausalConv, convolve, convolve_token, is_one_product
 from .features_tnt import pairs, quadratic
 from .gate_tnt import TNTMemoryGate, TNTRMSNorm
 from .kernels_choice_tnt import (
@@ -45,6 +45,7 @@ from .unit_tnt import FIELD, TNTMemoryUnit
 
 
 CAP_TOKENS = 64  # see `lr_factors`
+FEW_TOKENS = 16  # behind a state C takes one after the other; whole chunks are dozens of operations of torch
 
 
 def lr_factors(config: TNTConfig) -> list[float]:
@@ -132,8 +133,12 @@ class TNTMemory(nn.Module):
             x = rounded(hidden_states)
             shared = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         convs = [self.q_conv, self.k_conv, self.v_conv] if self.taps else []
-        if hidden_states.shape[1] == 1 and segment_ids is None and self._steps_in_place(state, dtype):
-            return self._step(hidden_states, shared, convs, layout, state, mask, clock, output_surprise)
+        T = hidden_states.shape[1]
+        few = T == 1 or not torch.compiler.is_compiling() and T <= FEW_TOKENS  # in graphs it would be a guard on T
+        if few and segment_ids is None and self._steps_in_place(state, dtype):
+            found = self._step(hidden_states, shared, convs, layout, state, mask, clock, output_surprise)
+            if found is not None:
+                return found
         tail = None if state is None else state.conv
         given = (autocast_dtype(shared[0].device) if convs else None) or shared[0].dtype
         operands = given if given == torch.bfloat16 else dtype
@@ -178,7 +183,7 @@ class TNTMemory(nn.Module):
         return dtype if INTERPRETED else operands  # it is wrong for bfloat16
 
     def _steps_in_place(self, state: LayerState | None, dtype: torch.dtype) -> bool:
-        """Whether one token may overwrite `state`: it is there, and nobody else can notice."""
+        """Whether a few tokens may overwrite `state`: it is there, and nobody else can notice."""
         if state is None or torch.is_grad_enabled() or self.config.memory_implementation == "naive":
             return False
         for i in range(len(state.memories)):
@@ -191,26 +196,31 @@ class TNTMemory(nn.Module):
         return torch.compiler.is_compiling() or state.is_writable(dtype)
 
     def _step(self, hidden_states, shared, convs, layout, state, mask, clock, output_surprise):
-        """`forward` for one token `[B, 1, hidden]` after `state`, which is overwritten."""
-        B, H, D = hidden_states.shape[0], self.channels[1] // self.head_dim, self.head_dim
-        here = None if mask is None else mask[:, 0]
+        """`forward` after `state`, which is overwritten, of one token; of more in C, or `None` where it cannot run."""
+        (B, T), H, D = hidden_states.shape[:2], self.channels[1] // self.head_dim, self.head_dim
         value, dtype = self.config.memory_implementation, state.memories[0].weights[0].dtype
         native = native_parameters(self, FIELD, value, [hidden_states, *shared], dtype)
         # what C convolves, and the tail that it writes, has the state's dtype
         alike = native and all(x.dtype == dtype for x in (*shared, *([state.conv] if convs else [])))
+        if T > 1 and not native:
+            return None
         if convs and not (alike and all(is_one_product(f, dtype) for f in convs)):
-            x, tail = convolve_token(convs, shared, state.conv, mask)
+            if T > 1:
+                parts, tail = convolve(convs, shared, self.taps, state.conv, mask, None)
+                x = torch.cat(parts, -1)
+            else:
+                x, tail = convolve_token(convs, shared, state.conv, mask)
             state.conv.copy_(tail)
             shared = [x]
         if native:
             whole = len(shared) == 1
             step = self.native_step  # another thread may put one of other rows there
-            if step is None or not step.fits(self, layout, B, whole):
-                step = self.native_step = NativeStep(self, layout, B, whole)
-            x, tokens = cast(hidden_states[:, 0], dtype), [cast(x, dtype) for x in shared]
-            o, surprise = step(self, native, x, tokens, state, here, output_surprise)
-            surprise = None if surprise is None else surprise.mean(1, keepdim=True)
-            return cast(o.view(B, 1, -1), hidden_states.dtype), surprise
+            if step is None or not step.fits(self, layout, (B, T), whole):
+                step = self.native_step = NativeStep(self, layout, (B, T), whole)
+            x, tokens = cast(hidden_states, dtype), [cast(x, dtype) for x in shared]
+            o, surprise = step(self, native, x, tokens, state, mask, output_surprise)
+            return cast(o.flatten(-2), hidden_states.dtype), None if surprise is None else surprise.mean(2)
+        here = None if mask is None else mask[:, 0]
         clock = Clock.of(state.time, here) if clock is None else clock
         with full_precision(hidden_states.device):
             q, k, v = memory_token(shared, self.channels, D, self.feature_map, self.value_norm)

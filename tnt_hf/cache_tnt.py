@@ -58,8 +58,7 @@ class _Stateful:
         """
         if tokens_to_remove:
             raise ValueError(
-                f"tokens_to_remove={tokens_to_remove}: a memory cannot forget tokens, so its cache cannot be cropped"
-                " (assisted decoding needs that)."
+                f"tokens_to_remove={tokens_to_remove}: a memory cannot forget tokens, so none are removed."
             )
 
     def _map_states(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -109,7 +108,9 @@ class TNTSlidingLayer(_Stateful, _ValidWindow, LinearAttentionAndSlidingWindowAt
 
 
 class TNTWindowLayer(_ValidWindow, DynamicSlidingWindowLayer):
-    """A sliding window without memory."""
+    """A sliding window without memory, which keeps nothing that could come back."""
+
+    is_croppable = False
 
 
 class TNTCache(DynamicCache):

@@ -292,7 +292,7 @@ class TNTConfig(PreTrainedConfig):
         """Checks combinations of fields; also run on saving and by `@strict`, whose errors are not `ValueError`."""
         if self.num_attention_heads % self.num_key_value_heads:
             self._fail("num_attention_heads", f"must be a multiple of num_key_value_heads={self.num_key_value_heads}")
-        if self.head_dim % 2 and not (self.variant == "lmm" and all("hybrid" in kind for kind in self.layer_types)):
+        if self.head_dim % 2:
             self._fail("head_dim", "must be even, as RoPE turns pairs of channels")
         if any("sliding" in kind for kind in self.layer_types) and self.sliding_window is None:
             self._fail("sliding_window", "must be set when layer_types contains a sliding layer")

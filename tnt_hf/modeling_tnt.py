@@ -623,7 +623,8 @@ class TNTModel(TNTPreTrainedModel):
         noted = cache is not None and not torch.compiler.is_compiling()
         if noted:
             cache.unusable = INTERRUPTED  # until all layers have written to it
-        for kind, layer in zip(self.config.layer_types, self.layers):
+        # as many as the configuration has: `assistant_early_exit` drafts with fewer
+        for kind, layer in zip(self.config.layer_types[: self.config.num_hidden_layers], self.layers):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks.get("sliding_attention" if "sliding" in kind else "full_attention"),
@@ -731,6 +732,10 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """[`TNTCache`] by default; what cannot hold a memory is refused here, before any compute."""
         kind, cache = generation_config.cache_implementation, model_kwargs.get(CACHE_NAME)
+        if self._is_stateful and getattr(generation_config, "is_assistant", False):
+            raise ValueError(
+                "assistant_model: with memory or a window it cannot draft, as its tokens cannot be taken back."
+            )
         if self.config.memory_layer_indices and kind is not None and ("offloaded" in kind or kind == "quantized"):
             raise ValueError(f"cache_implementation={kind!r} keeps no memory state; use None, 'dynamic' or 'static'.")
         if cache is not None:

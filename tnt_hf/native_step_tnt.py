@@ -1,13 +1,14 @@
-"""One token of all memories of a layer in C, in place: what takes `branch_tnt` dozens of operations of torch.
+"""A few tokens of all memories of a layer in C, in place: what takes `branch_tnt` dozens of operations of torch.
 
 Axis legend
-    B batch   H memory heads   G query heads per memory head   D head width   n = H G query rows   L layers of the
-    memory network   C channels of q, k and v together
+    B batch   T tokens of this call   H memory heads   G query heads per memory head   D head width
+    n = H G query rows   L layers of the memory network   C channels of q, k and v together
 
 `step_tnt.memory_step` and what `branch_tnt` calls around it are what tests hold it to. Travels with every pushed
 checkpoint.
 """
 
+import math
 from array import array
 
 import torch
@@ -29,8 +30,8 @@ LAYERS = 2 * len(GATES) + 2  # where W_init begins in `native_parameters`
 
 def native_parameters(memory: nn.Module, field: str, value: str, tensors: list[Tensor], dtype: torch.dtype):
     """
-    What C reads of `memory`, a `TNTMemory` whose state has `dtype`, if its next token is computed there: `tensors`,
-    what it has made of the token, and its parameters are on the CPU and plain, and nobody has put anything around its
+    What C reads of `memory`, a `TNTMemory` whose state has `dtype`, if its next tokens are computed there: `tensors`,
+    what it has made of them, and its parameters are on the CPU and plain, and nobody has put anything around its
     modules. Else `None`.
 
     Returns:
@@ -69,18 +70,18 @@ class NativeStep:
     """The call of a layer's code. Built once: its numbers are fixed by the weights, the batch and the chunk sizes.
 
     Args:
-        memory: the layer's `TNTMemory`. rows: B. whole: q, k and v come as one tensor, convolved already.
+        memory: the layer's `TNTMemory`. rows: B and T. whole: q, k and v come as one tensor, convolved already.
     """
 
-    def __init__(self, memory: nn.Module, layout: StateLayout, rows: int, whole: bool):
+    def __init__(self, memory: nn.Module, layout: StateLayout, rows: tuple[int, int], whole: bool):
         self.rows, self.threads = rows, torch.get_num_threads()
         self.whole, self.built_for = whole, (layout, rows, whole, self.threads, *memory.options.values())
         D, (Q, K, V), units = memory.head_dim, memory.channels, list(memory.memories)
         init, net, intervals = units[0].initial(), memory.net, layout.intervals
         H, L = K // D, len(init)
-        weights = rows * len(units) * sum(w.numel() for w in init)
+        weights = math.prod(rows) * len(units) * sum(w.numel() for w in init)
         bound, to_init = memory.options["grad_bound"], memory.options["decay_target"] == "init"
-        numbers = [rows, H, Q // K, D, L, units[0].lr_proj.in_features, len(intervals), len(units)]
+        numbers = [*rows, H, Q // K, D, L, units[0].lr_proj.in_features, len(intervals), len(units)]
         numbers += [min(self.threads, weights // WORK + 1), 0 if whole else memory.taps]
         numbers += [memory.feature_map == "silu", memory.feature_map == "quadratic", memory.value_norm]
         numbers += [memory.projection_norm, net.activation == "gelu", net.residual, to_init, bound is not None]
@@ -91,31 +92,31 @@ class NativeStep:
             numbers += [spec.chunk_size, spec.reset_interval or 0, spec.read == "current", which]
         self.numbers = array("q", map(int, numbers))
 
-    def fits(self, memory: nn.Module, layout: StateLayout, rows: int, whole: bool) -> bool:
-        """Whether another token is the same call."""
+    def fits(self, memory: nn.Module, layout: StateLayout, rows: tuple[int, int], whole: bool) -> bool:
+        """Whether other tokens are the same call."""
         asked = layout, rows, whole, torch.get_num_threads(), *memory.options.values()
         return self.built_for[0] is layout and self.built_for[1:] == asked[1:]
 
     def __call__(self, memory, parameters, x: Tensor, parts: list[Tensor], state: LayerState, present, surprise: bool):
         """
         Args:
-            parameters: those of `native_parameters`. x: the layer's input `[B, hidden]`, for the gates. parts: q
-                `[B, 1, H G D]`, k and v `[B, 1, H D]` as they are projected, or one tensor `[B, 1, C]`. All of them in
-                the dtype of `state`, which is overwritten, its time too. present: `[B]` bool, `None` = all.
+            parameters: those of `native_parameters`. x: the layer's input `[B, T, hidden]`, for the gates. parts: q
+                `[B, T, H G D]`, k and v `[B, T, H D]` as they are projected, or one tensor `[B, T, C]`. All of them in
+                the dtype of `state`, which is overwritten, its time too. present: `[B, T]` bool, `None` = all.
 
         Returns:
-            m `[B, n, D]`, and if `surprise` the mean inner loss `[B, H]` before the write; 0 where no token is.
+            m `[B, T, n, D]`, and if `surprise` the mean inner loss `[B, T, H]` before the write; 0 where no token is.
 
         Raises:
-            ValueError: x has not `rows` rows, or a tensor of `state` not the dtype and size that the code writes to.
+            ValueError: x has not `rows`, or a tensor of `state` not the dtype and size that the code writes to.
             MemoryError: there was no room for a thread to work in.
         """
-        if len(x) != self.rows:
-            raise ValueError(f"x must have {self.rows} rows, got {len(x)}")
+        if x.shape[:2] != self.rows:
+            raise ValueError(f"x must have {self.rows} rows and tokens, got {tuple(x.shape[:2])}")
         x, parts = x.contiguous(), [y.contiguous() for y in parts]
         given = present if present is None else present.contiguous()
         B, D, (Q, K, V), M = len(x), memory.head_dim, memory.channels, list(state.projections.values())
-        o, losses = x.new_empty(B, Q // D, D), x.new_empty(B, K // D) if surprise else None
+        o, losses = x.new_empty(*self.rows, Q // D, D), x.new_empty(*self.rows, K // D) if surprise else None
         convs, size = [], x.element_size()
         if memory.taps and not self.whole:
             convs = [f.weight.contiguous() for f in (memory.q_conv, memory.k_conv, memory.v_conv)]

@@ -1,4 +1,4 @@
-"""C source: one token of all memories of a layer, in place, for `native_step_tnt`.
+"""C source: a few tokens of all memories of a layer, one after the other and in place, for `native_step_tnt`.
 
 Axis legend
     B batch   H memory heads   G query heads per memory head   D head width   K width of the feature map's keys
@@ -10,8 +10,8 @@ and `step_tnt.memory_step` have it. Travels with every pushed checkpoint.
 
 SOURCE = r"""
 typedef struct {
-    I rows, H, G, D, L, hidden, projections, memories, threads, taps, silu, quadratic, value_norm, normalize;
-    I gelu, residual, to_init, bounded, stride[3]; /* from one row of q, k, v to the next */
+    I rows, tokens, H, G, D, L, hidden, projections, memories, threads, taps, silu, quadratic, value_norm, normalize;
+    I gelu, residual, to_init, bounded, stride[3]; /* from one token of q, k, v to the next */
     I width[]; /* [L + 1]; then the interval of each projection (0: never reset), and of each memory a Spec */
 } Call;
 
@@ -176,20 +176,22 @@ static real memory_token(const Call *s, const Spec *of, I p, I now, const real *
     return (real)0.5 * dot(V, error, error);
 }
 
-static void token_program(const Call *s, void *const *t, const double *scales, I p, real *room, I widest) {
-    I G = s->G, D = s->D, H = s->H, K = s->width[0], L = s->L, b = p / H, h = p % H;
+/* Program p at token `row` of all [rows, tokens], memory time `now` */
+static void token_program(const Call *s, void *const *t, const double *scales, I p, I row, I now, real *room,
+                          I widest) {
+    I G = s->G, D = s->D, H = s->H, K = s->width[0], L = s->L, b = p / H, h = p % H, at = row * H + h;
     const int8_t *present = t[PRESENT];
     void *const *M = t + PROJECTIONS, *const *memory = M + s->projections;
-    real *sum = (real *)t[SUM] + p * G * D, *surprise = t[SURPRISES];
+    real *sum = (real *)t[SUM] + at * G * D, *surprise = t[SURPRISES];
     memset(sum, 0, G * D * sizeof(real));
-    if (surprise) surprise[p] = 0;
-    if (present && !present[b]) return;
+    if (surprise) surprise[at] = 0;
+    if (present && !present[row]) return;
     real *parts = room, *q = parts + (G + 2) * D, *k = q + G * K, *v = parts + (G + 1) * D, *out = k + K;
     room = out + G * D;
     I channels[3] = {G * D, D, D}, all = (G + 2) * H * D, first = 0, done = 0;
     EACH(i, 3) {
         I n = channels[i];
-        const real *x = (const real *)t[OF_Q + i] + b * s->stride[i] + h * n, *w = t[TAPS_Q + i];
+        const real *x = (const real *)t[OF_Q + i] + row * s->stride[i] + h * n, *w = t[TAPS_Q + i];
         real *tail = t[TAIL], *y = parts + done;
         if (s->taps) tail += (b * all + first + h * n) * s->taps, w += h * n * (s->taps + 1);
         convolve(n, s->taps, x, tail, w, y);
@@ -201,7 +203,6 @@ static void token_program(const Call *s, void *const *t, const double *scales, I
     else memcpy(q, parts, (G + 1) * D * sizeof(real));
     real *projected = room;
     room += s->projections * G * K;
-    I now = ((const int64_t *)t[TIME])[b];
     const I *intervals = s->width + L + 1;
     EACH(i, s->projections)
         project_token(G, K, q, k, (real *)M[i] + p * K * K, intervals[i] && now % intervals[i] == 0, s->normalize,
@@ -210,10 +211,10 @@ static void token_program(const Call *s, void *const *t, const double *scales, I
     EACH(i, s->memories) {
         void *const *given = memory + i * (PER_MEMORY + L * PER_LAYER);
         const real *query = specs[i].projection < 0 ? q : projected + specs[i].projection * G * K;
-        real loss = memory_token(s, specs + i, p, now, (const real *)t[HIDDEN] + b * s->hidden, query, k, v, given,
+        real loss = memory_token(s, specs + i, p, now, (const real *)t[HIDDEN] + row * s->hidden, query, k, v, given,
                                  given + PER_MEMORY, (real)scales[0], (real)scales[1], (real)scales[3 + i], out, room,
                                  widest);
-        if (surprise) surprise[p] += loss / s->memories;
+        if (surprise) surprise[at] += loss / s->memories;
         EACH(e, G * D) sum[e] += out[e];
     }
     const real *norm = t[NORM];
@@ -245,8 +246,13 @@ static void token_thread(void *given) {
     real *room = aligned_alloc(64, (size * sizeof(real) / 64 + 1) * 64);
     FLUSH;
     for (I p = thread * programs / threads; p < (thread + 1) * programs / threads; p++) {
-        if (room) token_program(s, x->t, x->scales, p, room, x->widest);
-        else x->failed = 1;
+        I row = p / s->H * s->tokens, now = ((const int64_t *)x->t[TIME])[p / s->H];
+        const int8_t *present = x->t[PRESENT];
+        if (!room) x->failed = 1;
+        else EACH(j, s->tokens) { /* its memories stay in the cache */
+            token_program(s, x->t, x->scales, p, row + j, now, room, x->widest);
+            now += !present || present[row + j];
+        }
     }
     free(room);
     RESTORE;
@@ -259,7 +265,7 @@ int token(const Call *s, void *const *t, const double *scales) {
     x.widest = ROUND(x.widest);
     IN_THREADS(token_thread, &x, s->threads);
     const int8_t *present = t[PRESENT];
-    EACH(b, s->rows) ((int64_t *)t[TIME])[b] += !present || present[b];
+    EACH(row, s->rows * s->tokens)((int64_t *)t[TIME])[row / s->tokens] += !present || present[row];
     return x.failed;
 }
 """
