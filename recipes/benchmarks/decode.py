@@ -6,8 +6,8 @@ All models have the shape of the demo's (`tnt demo`): `hybrid` is what the demo 
 `tnt` is TNT from scratch, deep memories with Q-K projection, one of them local with chunks of one token. Their caches
 are filled for real, with random tokens up to every memory time. The Llama's MLP is widened until it has as many
 parameters; its cache holds `--llama-context` tokens. `compiled` are the same steps through `torch.compile`, with the
-library's static cache. Everybody takes turns in one process on one thread (see measure.py), a whole step of a user's
-loop each: forward, argmax.
+library's static cache; `in pieces` is reading on, as in the next turn of a conversation, `--piece` tokens per call.
+Everybody takes turns in one process on one thread (see measure.py), a whole step of a user's loop each: forward, argmax.
 
 Axis legend: B batch   T tokens
 """
@@ -62,15 +62,16 @@ def fill(model, cache, batch: int, tokens: int, generator: torch.Generator):
     return cache
 
 
-def greedy(step: Callable, cache, batch: int, steps: int, rewind: Callable) -> Callable:
-    """A function that decodes `steps` tokens, the last of which must be finite, and then rewinds the cache."""
-    first = torch.zeros(batch, 1, dtype=torch.long)
+def greedy(step: Callable, cache, batch: int, steps: int, rewind: Callable, piece: int = 1) -> Callable:
+    """A function that decodes `steps` tokens, the last of which must be finite, and then rewinds the cache. With `piece`
+    tokens in a call they are not chosen one after the other, but all at once from the call before."""
+    first = torch.zeros(batch, piece, dtype=torch.long)
 
     def decode():
         ids = first
-        for _ in range(steps):
+        for _ in range(steps // piece):
             logits = step(input_ids=ids, use_cache=True, **{CACHE_NAME: cache}).logits
-            ids = logits[:, -1:].argmax(-1)
+            ids = logits.argmax(-1)
         if not logits.isfinite().all():
             raise SystemExit("the logits are not finite")
         rewind()
@@ -82,11 +83,13 @@ def nothing() -> None:
     """A memory need not be rewound: a step costs the same at any context."""
 
 
-def llama_contestant(llama, batch: int, context: int, steps: int, g: torch.Generator, compiled: bool) -> Callable:
+def llama_contestant(
+    llama, batch: int, context: int, steps: int, g: torch.Generator, compiled: bool, piece: int = 1
+) -> Callable:
     """The Llama at a cache of `context` tokens, to which every call returns."""
     if not compiled:
         cache = fill(llama, DynamicCache(config=llama.config), batch, context, g)
-        return greedy(llama, cache, batch, steps, lambda: cache.crop(-steps))
+        return greedy(llama, cache, batch, steps, lambda: cache.crop(-steps), piece)
     cache = fill(llama, StaticCache(llama.config, max_cache_len=context + steps), batch, context, g)
 
     def rewind():
@@ -97,13 +100,13 @@ def llama_contestant(llama, batch: int, context: int, steps: int, g: torch.Gener
 
 
 def tnt_contestant(
-    model, batch: int, context: int, steps: int, g: torch.Generator, compiled: bool
+    model, batch: int, context: int, steps: int, g: torch.Generator, compiled: bool, piece: int = 1
 ) -> tuple[Callable, int | None]:
     """A model with memory that has read `context` tokens, and how many bytes it keeps."""
     cache = StaticCache(model.config, max_cache_len=context + steps) if compiled else TNTCache(model.config)
     fill(model, cache, batch, context, g)
     size = None if compiled else cache.nbytes()
-    return greedy(torch.compile(model.forward) if compiled else model, cache, batch, steps, nothing), size
+    return greedy(torch.compile(model.forward) if compiled else model, cache, batch, steps, nothing, piece), size
 
 
 @torch.inference_mode()
@@ -115,6 +118,7 @@ def measure(
     llama_context: int = 1024,
     compiled: bool = True,
     steps: int = 64,
+    piece: int = 8,
     rounds: int = 15,
     seed: int = 0,
     say: Callable[[str], object] = print,
@@ -125,12 +129,17 @@ def measure(
     Args:
         batches: rows. contexts: memory times in tokens, the first of which is compared with the Llama.
         llama_context: tokens in the Llama's cache. compiled: also through `torch.compile`, at the first context.
-        steps: tokens per turn.
+        steps: tokens per turn. piece: of them in a call, `in pieces`.
 
     Returns:
-        `{model: {"parameters", "llama_parameters", "batch B": {"contestants", "over_llama", "long_over_short",
-        "cache_bytes"}}}`; a ratio is of tokens/s, `{"wall", "cpu": {"median", "min", "max"}}`.
+        `{model: {"parameters", "llama_parameters", "batch B": {"contestants", "over_llama", "pieces_over_tokens",
+        "long_over_short", "cache_bytes"}}}`; a ratio is of tokens/s, `{"wall", "cpu": {"median", "min", "max"}}`.
+
+    Raises:
+        ValueError: `piece` does not divide `steps`.
     """
+    if piece < 1 or steps % piece:
+        raise ValueError(f"piece={piece}: must divide steps={steps}")
     g, report = torch.Generator().manual_seed(seed), {}
     for name in models:
         torch.manual_seed(seed)
@@ -142,16 +151,19 @@ def measure(
             for context in contexts if batch == 1 else contexts[:1]:
                 calls[f"eager {context}"], size = tnt_contestant(model, batch, context, steps, g, False)
                 sizes[str(context)] = size
+            calls["Llama in pieces"] = llama_contestant(llama, batch, llama_context, steps, g, False, piece)
+            calls["in pieces"], _ = tnt_contestant(model, batch, contexts[0], steps, g, False, piece)
             if compiled:
                 torch.compiler.reset()
                 calls["compiled Llama"] = llama_contestant(llama, batch, llama_context, steps, g, True)
                 calls["compiled"], _ = tnt_contestant(model, batch, contexts[0], steps, g, True)
             seconds = take_turns(calls, rounds, warmup=2)
             entry = {"contestants": summarise(seconds, f"eager {contexts[0]}", batch * steps), "cache_bytes": sizes}
-            pairs = {"eager": (f"eager {contexts[0]}", "Llama")}
+            pairs = {"eager": (f"eager {contexts[0]}", "Llama"), "in pieces": ("in pieces", "Llama in pieces")}
             if compiled:
                 pairs |= {"compiled": ("compiled", "compiled Llama"), "compiled over eager": ("compiled", "Llama")}
             entry["over_llama"] = {kind: ratio(seconds, *pair) for kind, pair in pairs.items()}
+            entry["pieces_over_tokens"] = ratio(seconds, "in pieces", f"eager {contexts[0]}")
             if len(sizes) > 1:
                 pair = (f"eager {contexts[-1]}", f"eager {contexts[0]}")
                 entry["long_over_short"] = ratio(seconds, *pair)
@@ -169,6 +181,7 @@ def line(name: str, batch: int, entry: dict) -> str:
     """What is printed of a model and a batch: processor time."""
     rates = {who: each["tokens_per_second"]["cpu"]["median"] for who, each in entry["contestants"].items()}
     ratios = {**entry["over_llama"], "long/short": entry.get("long_over_short")}
+    ratios["pieces/tokens"] = entry["pieces_over_tokens"]
     words = [f"{who} {rate:.0f}" for who, rate in rates.items()]
     told = [
         f"{kind} {x['cpu']['median']:.2f} ({x['cpu']['min']:.2f}-{x['cpu']['max']:.2f})"
@@ -187,6 +200,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--llama-context", type=int, default=1024, help="tokens in the Llama's cache")
     parser.add_argument("--no-compile", action="store_true", help="eager only")
     parser.add_argument("--steps", type=int, default=64, help="decoded tokens per turn")
+    parser.add_argument("--piece", type=int, default=8, help="tokens of a call in pieces")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -198,6 +212,7 @@ def main(argv: list[str] | None = None) -> None:
         llama_context=args.llama_context,
         compiled=not args.no_compile,
         steps=args.steps,
+        piece=args.piece,
         rounds=args.rounds,
         seed=args.seed,
     )
