@@ -5,7 +5,7 @@ from typing import Any
 from tnt_hf.recipes.arguments import MODES, NEW_MODELS, TRAINABLE
 
 
-# Options of torch.utils.checkpoint that can stand in a recipe, and one of the library.
+# Options of torch.utils.checkpoint that can stand in a recipe, and one of the library's own.
 RECOMPUTING = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop", "every_n_layers")
 
 

@@ -43,19 +43,19 @@ def data_files(folder: Path) -> dict[str, list[Path]]:
     trees "test" is part of many names.
 
     Raises:
-        ValueError: there is none, one is a link to a file that is not there, or all are of `save_to_disk`.
+        ValueError: there is none, or one is a link to a file that is not there.
     """
-    if (folder / "dataset_dict.json").is_file() or any(folder.glob("*.arrow")):
-        raise ValueError(
-            f"dataset_name={str(folder)!r}: is of save_to_disk of datasets; write it with to_parquet instead"
-        )
     found = set(_files(folder))
+    saved = {path.parent for path in found if path.suffix == ".arrow"}
+    found -= {place / name for place in saved for name in ("state.json", "dataset_info.json")}
+    found -= {place.parent / "dataset_dict.json" for place in saved}
     tables = {path for path in found if kind_of(path) in TABLES}
     texts = {path for path in found if kind_of(path) in TEXTS}
     decisive = {path for path in tables if kind_of(path) != ".json"}  # source trees hold settings in .json files
     chosen = tables if decisive or not texts else texts
     if not chosen:
-        raise ValueError(f"dataset_name={str(folder)!r}: holds no file that can be read, {READABLE}")
+        hint = "; what save_to_disk of datasets wrote is not, write it with to_parquet" if saved else ""
+        raise ValueError(f"dataset_name={str(folder)!r}: holds no file that can be read, {READABLE}{hint}")
     if lost := sorted(path for path in chosen if not path.exists()):
         raise ValueError(f"dataset_name={str(folder)!r}: {lost[0]} is a link to a file that is not there")
     if skipped := sorted(found - chosen):

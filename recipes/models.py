@@ -226,7 +226,14 @@ def set_trainable(model: nn.Module, trainable: str, lora: dict[str, Any] | None 
         if Path(model.name_or_path).is_dir():  # the adapter names its base, which no other folder is to be taken for
             model.name_or_path = str(Path(model.name_or_path).resolve())
         try:
-            return get_peft_model(model, lora_config(model, **(lora or {})))
+            found = get_peft_model(model, lora_config(model, **(lora or {})))
+            if (
+                (lora or {}).get("trainable_token_indices")
+                and model.config.model_type == "tnt"
+                and _adapts_tied(model)
+            ):
+                raise ValueError("trainable_token_indices beside LoRA on a tied head or embedding cannot be merged")
+            return found
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # peft checks few of its settings, the others fail wherever it uses them
@@ -260,14 +267,23 @@ def finished(model: nn.Module) -> nn.Module:
 
 
 def _untie_adapted(model: nn.Module) -> None:
-    """Where LoRA adapts one of two tied layers, or both, each needs a weight of its own to be merged into."""
+    """Where LoRA adapts one of two tied layers, or both, each needs a weight of its own to be merged into; a head that
+    is trained in full has one."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    head = model.get_output_embeddings()
+    if _adapts_tied(model) and not isinstance(head, ModulesToSaveWrapper):
+        head = head.get_base_layer() if isinstance(head, BaseTunerLayer) else head
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+
+
+def _adapts_tied(model: nn.Module) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if model.config.tie_word_embeddings and any(isinstance(end, BaseTunerLayer) for end in ends):
-        head = ends[1].get_base_layer() if isinstance(ends[1], BaseTunerLayer) else ends[1]
-        head.weight = nn.Parameter(head.weight.detach().clone())
-        model.config.tie_word_embeddings = False
+    return model.config.tie_word_embeddings and any(isinstance(end, BaseTunerLayer) for end in ends)
 
 
 # --------------------------------------------------------------------------------------------------------- the teacher

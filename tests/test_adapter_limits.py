@@ -124,15 +124,22 @@ def test_a_models_own_memory_is_switched_on_with_its_adapter():
     assert logits(model).equal(on)
 
 
-@pytest.mark.parametrize("names", [["lm_head"], ["embed_tokens"], ["q_proj", "lm_head", "embed_tokens"]])
-@pytest.mark.parametrize("tying", [False, True])
-def test_merged_into_tied_layers_it_is_the_same_model(names, tying, tmp_path):
+@pytest.mark.parametrize(
+    ("names", "others"),
+    [
+        *[(["lm_head"], {"ensure_weight_tying": tying}) for tying in (False, True)],
+        *[(["embed_tokens"], {"ensure_weight_tying": tying}) for tying in (False, True)],
+        *[(["q_proj", "lm_head", "embed_tokens"], {"ensure_weight_tying": tying}) for tying in (False, True)],
+        (["embed_tokens"], {"modules_to_save": ["lm_head"]}),
+        (["lm_head"], {"modules_to_save": ["embed_tokens"]}),
+    ],
+)
+def test_merged_into_tied_layers_it_is_the_same_model(names, others, tmp_path):
     """peft would add what one of them learned to the weight of both."""
     model = tiny_model(torch.float32, tie_word_embeddings=True)
-    lora = {"target_modules": names, "lora_dropout": 0.0, "ensure_weight_tying": tying}
-    model = set_trainable(model, "lora", lora)
+    model = set_trainable(model, "lora", {"target_modules": names, "lora_dropout": 0.0, **others})
     for name, parameter in model.named_parameters():
-        if "lora" in name:
+        if "lora" in name or "modules_to_save" in name and ".memory." not in name:
             torch.nn.init.normal_(parameter, std=0.3)
     expected = logits(model)
     merged = finished(model)
@@ -140,6 +147,12 @@ def test_merged_into_tied_layers_it_is_the_same_model(names, tying, tmp_path):
     # float32 in another order: W x + B A x against (W + B A) x
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
     assert logits(TNTForCausalLM.from_pretrained(tmp_path)).equal(logits(merged))
+
+
+def test_single_tokens_beside_lora_on_tied_layers_are_refused():
+    model = tiny_model(torch.float32, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="trainable_token_indices beside LoRA on a tied head or embedding cannot be"):
+        set_trainable(model, "lora", {"target_modules": ["lm_head"], "trainable_token_indices": [1, 5]})
 
 
 def test_lists_are_what_json_gives_back(tmp_path):

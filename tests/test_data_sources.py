@@ -227,8 +227,10 @@ def test_a_link_to_nothing_is_told(tmp_path):
 def test_a_folder_of_save_to_disk_is_named(tmp_path, kind):
     saved = datasets.Dataset.from_list([{"text": "a b"}])
     (saved if kind == "Dataset" else datasets.DatasetDict(train=saved)).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match="saved': is of save_to_disk of datasets; write it with to_parquet"):
+    with pytest.raises(ValueError, match="saved': holds no file .* what save_to_disk of datasets wrote is not"):
         list(read_texts(str(tmp_path / "saved")))
+    write(tmp_path / "c.txt", "c")
+    assert list(read_texts(str(tmp_path))) == ["c"]
 
 
 def test_a_name_that_is_no_unicode_is_read_as_any_other(tmp_path, tokenizer):

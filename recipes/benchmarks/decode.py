@@ -7,7 +7,8 @@ All models have the shape of the demo's (`tnt demo`): `hybrid` is what the demo 
 are filled for real, with random tokens up to every memory time. The Llama's MLP is widened until it has as many
 parameters; its cache holds `--llama-context` tokens. `compiled` are the same steps through `torch.compile`, with the
 library's static cache; `in pieces` is reading on, as in the next turn of a conversation, `--piece` tokens per call.
-Everybody takes turns in one process on one thread (see measure.py), a whole step of a user's loop each: forward, argmax.
+Everybody takes turns in one process on one thread (see measure.py), a whole step of a user's loop each: forward,
+argmax.
 
 Axis legend: B batch   T tokens
 """
@@ -63,8 +64,8 @@ def fill(model, cache, batch: int, tokens: int, generator: torch.Generator):
 
 
 def greedy(step: Callable, cache, batch: int, steps: int, rewind: Callable, piece: int = 1) -> Callable:
-    """A function that decodes `steps` tokens, the last of which must be finite, and then rewinds the cache. With `piece`
-    tokens in a call they are not chosen one after the other, but all at once from the call before."""
+    """A function that decodes `steps` tokens, the last of which must be finite, and then rewinds the cache. Several
+    tokens in a call, a `piece`, are not chosen one after the other, but all at once from the call before."""
     first = torch.zeros(batch, piece, dtype=torch.long)
 
     def decode():
