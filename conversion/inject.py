@@ -5,6 +5,7 @@ changes: no class, no weight, no `requires_grad`. Queries and keys reach the mem
 """
 
 import copy
+import gc
 import inspect
 import sys
 import warnings
@@ -40,8 +41,9 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
         `model` itself. The memory's parameters require gradients; those of the model are left as they were.
 
     Raises:
-        ValueError: an unsupported model or attention implementation, one that has a memory already, layers out of
-            range, or a configuration that does not fit the model. The model is then unchanged.
+        ValueError: an unsupported model or attention implementation, one that has a memory already, the base of a
+            causal LM that is there, too, layers out of range, or a configuration that does not fit the model. The
+            model is then unchanged.
 
     ```python
     inject(model, LiZAConfig(operator="delta_rule", weight=0.0, max_self_attn_length=512))
@@ -56,6 +58,10 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
         warnings.simplefilter("ignore")  # what it says, it has said when the config was made
         config = type(config).from_dict(config.to_dict())  # the model's own, and checked again
     base = row.base_of(model)
+    if model.get_output_embeddings() is None and _is_part(model):
+        raise ValueError(
+            f"model={type(model).__name__}: is a part of a model that would be saved without the settings."
+        )
     attentions = row.attention_modules(base)
     if any(map(is_injected, attentions.values())):
         raise ValueError("model: has an injected memory already; unload(model) it first.")
@@ -168,6 +174,13 @@ def _build(
             qkv = row.qkv_weights(attentions[i], heads, dtype) if own else None
             memories[i] = build_tnt(config.memory_config(base.config, i), i, qkv, device, dtype, seed)
     return memories
+
+
+def _is_part(model: PreTrainedModel) -> bool:
+    """Whether a module around `model` has the same configuration, as a causal LM around its base."""
+    holders = gc.get_referrers(model.config)  # modules, or what a module keeps its attributes in
+    parts = (x.get("_modules") if isinstance(x, dict) else getattr(x, "_modules", None) for x in holders)
+    return any(part is model for own in parts if isinstance(own, dict) for part in own.values())
 
 
 def _own_config(model: PreTrainedModel) -> None:

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.generic import merge_with_config_defaults
 
 from tnt_hf.cache_name_tnt import CACHE_NAME, take_cache
-from tnt_hf.continuation_tnt import INTERRUPTED, check_continuation, check_kept, check_used
+from tnt_hf.continuation_tnt import INTERRUPTED, check_batch, check_continuation, check_kept, check_used
 from tnt_hf.masks_tnt import document_ids
 from tnt_hf.window_tnt import window_attention, window_of
 
@@ -111,8 +111,11 @@ def enter_model(
     elif cache is None and _uses_cache(module, use_cache=given.get("use_cache")):
         cache = given[CACHE_NAME] = DynamicCache(config=config)
         make_stateful(cache, slots, config.num_hidden_layers, settings)
+    past = 0 if cache is None else cache.get_seq_length()
     if cache is not None:
-        check_continuation(cache, mask, cache.get_seq_length(), T)
+        check_continuation(cache, mask, past, T)
+    check_batch(cache, mask, past, B, T)
+    if cache is not None:
         note_tokens(cache, T)
         if not torch.compiler.is_compiling():
             cache.unusable = INTERRUPTED  # until all layers have written to it

@@ -7,6 +7,7 @@ from tiny import left_padded, tokens
 from tiny_hosts import MODES, OPEN_LIZA, OPENED, attentions, hosts, padded, positions, tiny_host
 from transformers import DataCollatorWithFlattening
 
+from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion import inject
 from tnt_hf.conversion.architectures import ARCHITECTURES
 from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig
@@ -67,6 +68,19 @@ def test_packing_that_attention_would_mix_is_refused():
     for elsewhere in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 0, 1, 2, 3]]):
         with pytest.raises(ValueError, match="cu_seq_lens_q"):
             model(ids, position_ids=torch.tensor(elsewhere), cu_seq_lens_q=torch.tensor([0, 3, 6], dtype=torch.int32))
+
+
+@opened
+@pytest.mark.parametrize(("rows", "columns"), [(2, 9), (2, 5), (1, 6)])
+def test_a_mask_of_another_shape_is_refused(config, rows, columns):
+    """Attention takes the first columns of a mask that is too wide, and a memory would take the last."""
+    model, mask = inject(tiny_host("llama"), config), torch.ones(rows, columns, dtype=torch.long)
+    mask[-1, 0] = 0
+    with pytest.raises(ValueError, match=r"attention_mask has the shape .* it must be \[2, 6\]"):
+        model(tokens(2, 6), attention_mask=mask)
+    cache = model(tokens(2, 6), use_cache=True)[CACHE_NAME]
+    with pytest.raises(ValueError, match="holds 2 rows, and 1 are given"):
+        model(tokens(1, 6), **{CACHE_NAME: cache})
 
 
 @hosts

@@ -57,9 +57,7 @@ class _Stateful:
             ValueError: `tokens_to_remove` is not 0.
         """
         if tokens_to_remove:
-            raise ValueError(
-                f"tokens_to_remove={tokens_to_remove}: a memory cannot forget tokens, so none are removed."
-            )
+            raise ValueError(f"tokens_to_remove={tokens_to_remove}: a memory cannot forget tokens; none is removed.")
 
     def _map_states(self, function: Callable[[Tensor], Tensor]) -> None:
         for states in (self.conv_states, self.recurrent_states):
