@@ -60,7 +60,7 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
     base = row.base_of(model)
     if model.get_output_embeddings() is None and _is_part(model):
         raise ValueError(
-            f"model={type(model).__name__}: is a part of a model that would be saved without the settings."
+            f"model={type(model).__name__}: is a part of a model that would be saved without the settings; give that."
         )
     attentions = row.attention_modules(base)
     if any(map(is_injected, attentions.values())):

@@ -117,17 +117,17 @@ def test_the_whole_study_runs_and_reports_every_row(whole, run):
     assert {path.name for path in run.out.parent.glob("*.png")} == {"study_perplexity.png", "study_position.png"}
 
 
-def test_continuations_start_from_the_same_weights(sources):
+def test_continuations_start_from_the_same_weights(sources, monkeypatch):
     """At a rate that moves everything far: what is measured after one of them has not been through it."""
     plan = Plan(**TINY | {"stage2_learning_rate": 1.0})
     rows = miniature_models.Rows.of(plan, miniature.read_corpus(sources))
     found = miniature_models.run(REFERENCE, 0, plan, rows, lambda *progress: None)
     loss = {name.removeprefix(f"{REFERENCE}, "): row["loss"] for name, row in found["rows"].items()}
-    moved = abs(loss["stage 1 continued"] - loss[REFERENCE])
-    assert moved > 1  # 3.8 or 11.4 nats, by the release of the standard library that is read
+    assert abs(loss["stage 1 continued"] - loss[REFERENCE]) > 1
     assert abs(loss["chunks halved"] - loss[REFERENCE]) < 0.01  # other chunks, nothing trained
-    assert abs(loss["stage 2"] - loss["chunks halved"]) < 0.1 * moved  # the local memories are a small part
-    assert abs(loss["stage 2, all weights"] - loss["stage 1 continued"]) < 0.1 * moved
+    monkeypatch.setattr(miniature_models, "CONTINUATIONS", ("stage 2, all weights", "stage 2"))
+    again = miniature_models.run(REFERENCE, 0, plan, rows, lambda *progress: None)
+    assert len(again["rows"]) == 3 and again["rows"].items() <= found["rows"].items()
     assert 0 < found["stage2_parameters"] < 0.2 * found["parameters"]
 
 

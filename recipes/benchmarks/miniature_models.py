@@ -52,6 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # Continued for 5% more tokens, three times from the same weights. Stage 2 halves the local chunks.
 CONTINUED = (REFERENCE, "TNT {4,8,16,32}")
 STAGE1, SWITCHED, STAGE2, STAGE2_ALL = "stage 1 continued", "chunks halved", "stage 2", "stage 2, all weights"
+CONTINUATIONS = (STAGE1, SWITCHED, STAGE2, STAGE2_ALL)
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def run(name: str, seed: int, plan: Plan, rows: Rows, tell) -> dict:
         if name in CONTINUED:
             weights, sizes = copy.deepcopy(model.state_dict()), config.local_chunk_sizes
             more = partial(train, model, seen[cut:], plan.stage2_learning_rate, plan, seed, tell)
-            for kind in (STAGE1, SWITCHED, STAGE2, STAGE2_ALL):
+            for kind in CONTINUATIONS:
                 model.load_state_dict(weights)
                 model.requires_grad_(True)
                 model.set_local_chunk_sizes(sizes if kind == STAGE1 else [size // 2 for size in sizes])
