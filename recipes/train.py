@@ -128,6 +128,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
 
     tnt_hf.register()
     from transformers import set_seed
+    from transformers.integrations import is_deepspeed_zero3_enabled
 
     from tnt_hf.recipes.checkpoints import check_checkpoint
     from tnt_hf.recipes.model_card_tables import portable, portable_command
@@ -143,6 +144,10 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     rows_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     if run.train_tokens is not None:
         args.max_steps = math.ceil(run.train_tokens / (rows_per_step * recipe.data.sequence_length))
+    if is_deepspeed_zero3_enabled():  # one process makes the model while the others wait, and here it could not
+        raise ValueError(
+            "deepspeed: with ZeRO stage 3 no process has the weights a recipe begins with; shard them with FSDP2"
+        )
     if args.device.type == "cpu" and args.fp16:
         raise ValueError("fp16=True: has no effect on a CPU; use bf16 (with use_cpu)")
     if args.device.type == "cpu":

@@ -410,6 +410,23 @@ def test_a_long_random_context_stays_bounded():
     assert not sizes["none"] < 1e3, sizes
 
 
+def test_positions_and_documents_cover_the_call():
+    """Or each would be read as something else: one position for all tokens, two documents as one."""
+    model, ids = tiny_model(), tokens(1, 9)
+    for shape in ((9,), (1, 1), (1, 4), (2, 9), (3, 1, 9)):
+        with pytest.raises(
+            ValueError, match=rf"position_ids has the shape \[{', '.join(map(str, shape))}\].*\[1, 9\]"
+        ):
+            model(ids, position_ids=torch.zeros(shape, dtype=torch.long))
+    for ends in ([4, 9], [0, 4, 8], [0, 4, 12], [0, 6, 4, 9], [[0, 4, 9]], []):
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            with pytest.raises(ValueError, match=r"cu_seq_lens_q=\[.*must rise from 0 to the 9 tokens"):
+                model(ids, **{name: torch.tensor(ends, dtype=torch.int32)})
+    with torch.no_grad():
+        alone = torch.cat([model(ids[:, :4]).logits, model(ids[:, 4:]).logits], 1)
+        torch.testing.assert_close(model(ids, cu_seq_lens_k=torch.tensor([0, 4, 4, 9])).logits, alone)
+
+
 def test_masks_and_caches_have_the_shape_of_the_call():
     model, ids = tiny_model(), tokens(2, 9)
     for shape in ((2, 8), (2, 12), (3, 9), (1, 9)):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -100,6 +101,17 @@ def test_half_precision_that_a_cpu_does_not_train_in_is_refused(file, tmp_path):
     with pytest.raises(ValueError, match="fp16=True: has no effect on a CPU; use bf16"):
         prepare([*file("tokenizer: somewhere"), "--use_cpu", "--fp16", "--output_dir", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_no_process_has_in_full_are_refused(file, tmp_path, monkeypatch):
+    """ZeRO stage 3 shares a model out while it is made, by all processes together; here one makes it for all."""
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+    from transformers.integrations import deepspeed
+
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # as of `--deepspeed FILE` and `accelerate launch`
+    monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", weakref.ref(config))
+    with pytest.raises(ValueError, match="deepspeed: with ZeRO stage 3 .* shard them with FSDP2"):
+        prepare([*file("tokenizer: somewhere"), "--use_cpu", "--output_dir", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize(

@@ -222,10 +222,13 @@ def check_program(cache: Cache, position_ids: Tensor | None) -> None:
         raise ValueError(f"position_ids=None: a program that goes on from {CACHE_NAME} cannot count its tokens.")
 
 
-def check_batch(cache: Cache | None, attention_mask: Any, past: int | Tensor, batch: int, length: int) -> None:
+def check_batch(
+    cache: Cache | None, attention_mask: Any, past: int | Tensor, batch: int, length: int, position_ids: Any = None
+) -> None:
     """
     Raises:
-        ValueError: `attention_mask` is not `[B, past + T]`, or the cache holds another number of rows.
+        ValueError: `attention_mask` is not `[B, past + T]`, `position_ids` not `[1 or B, T]`, or the cache holds
+            another number of rows.
     """
     if torch.compiler.is_compiling():
         return
@@ -237,6 +240,8 @@ def check_batch(cache: Cache | None, attention_mask: Any, past: int | Tensor, ba
             f"attention_mask has the shape {list(attention_mask.shape)}: it must be {list(shape)}, a column for each"
             f" of {int(past)} cached and {length} new tokens."
         )
+    if position_ids is not None and tuple(position_ids.shape) not in ((1, length), (batch, length)):
+        raise ValueError(f"position_ids has the shape {list(position_ids.shape)}: it must be {[batch, length]}.")
 
 
 def check_mask(cache: Cache, attention_mask: Tensor, past: int) -> None:

@@ -556,8 +556,8 @@ class TNTModel(TNTPreTrainedModel):
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; a cache that cannot hold a memory; a mask
-                that does not cover the cached tokens; packing together with a cache; no `position_ids` after cached
-                tokens that were given their own; a changed number of memories.
+                that does not cover the cached tokens; `position_ids` of another shape; packing together with a cache;
+                no `position_ids` after cached tokens that were given their own; a changed number of memories.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             given = "none" if input_ids is None else "both"
@@ -582,7 +582,7 @@ class TNTModel(TNTPreTrainedModel):
             past = cache.get_seq_length()
             check_continuation(cache, attention_mask, past, T)
             check_program(cache, position_ids)
-        check_batch(cache, attention_mask, past, B, T)
+        check_batch(cache, attention_mask, past, B, T, position_ids)
 
         segment_ids = None
         if cache is None or is_exporting() or not torch.compiler.is_compiling():
