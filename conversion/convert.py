@@ -98,8 +98,6 @@ def convert_checkpoint(
     for name, value in (("overwrite", overwrite), ("check", False if check is None else check)):
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r}: must be True or False")
-    if "source_config" in fields:
-        raise ValueError(f"source_config={fields['source_config']!r}: is not a field of the memory")
     most, cast = parse_size(max_shard_size), stored_dtype(dtype)
     folder, target = locate(source, revision), target_of(output)
     _check_apart(folder, target)

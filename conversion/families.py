@@ -192,6 +192,7 @@ def read_source_config(fields: dict[str, Any]) -> PreTrainedConfig:
 
 def tnt_config(
     source_config: PreTrainedConfig,
+    /,
     *,
     window: int | None = None,
     keep_full_attention: list[int] | None = None,

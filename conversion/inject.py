@@ -18,7 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .architectures import ARCHITECTURES, Architecture, Heads, architecture_of, memory_dtype
 from .injected_attention import PREFIX, enter_attention, enter_model, is_injected, leave_model
 from .injected_tnt import build_tnt
-from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
+from .injection_config import SIZED, LiZAConfig, TNTInjectionConfig, injection_from_dict
 from .liza import LiZAMemory
 
 
@@ -147,10 +147,8 @@ def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:
         raise ValueError(f"model={type(model).__name__}: has no injected memory.")
     host, memory = attentions[0].config, attentions[0].memory
     settings = {**host.tnt_injection, "max_self_attn_length": length}
-    if length == "auto":
-        raise ValueError("max_self_attn_length='auto': must be an integer of at least 1 token, or None")
     # Sizes that followed the window stay as they are, also when the model is loaded again.
-    settings |= {name: getattr(memory.config, name) for name, value in settings.items() if value == "auto"}
+    settings |= {name: getattr(memory.config, name) for name in SIZED if settings.get(name) == "auto"}
     config = injection_from_dict(settings)
     if isinstance(config, TNTInjectionConfig):
         for attention in attentions:

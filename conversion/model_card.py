@@ -90,7 +90,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 path = {name}  # this folder, or the Hub id it was uploaded to
 tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
-inputs = tokenizer("Test-time memory is", return_tensors="pt")
+inputs = tokenizer("Test-time memory is", return_tensors="pt", return_token_type_ids=False)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"""
 IDS_START = """\
 import torch

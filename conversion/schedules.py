@@ -6,6 +6,7 @@ optimizer step alone, so a run that is killed and resumed sees the same weights 
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,6 +89,11 @@ class LiZACallback(TrainerCallback):
         self.initial_weight, self.final_weight = float(initial_weight), float(final_weight)
         self.transition_step, self.switch_period = transition_step, switch_period
         self.weight_list = [float(w) for w in (weight_list or (initial_weight, final_weight))]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a run is continued with only if it is the same."""
+        return dict(vars(self))
 
     def weight_at(self, step: int) -> float:
         """The weight after `step` optimizer steps, with which step number `step` (from 0) trains."""

@@ -105,8 +105,9 @@ def locate(source: str | os.PathLike, revision: str | None = None) -> Path:
         raise FileNotFoundError(f"source={str(source)!r}: no such folder, and a Hub id has the form owner/name")
     from huggingface_hub import snapshot_download
 
-    small = [*COMPANIONS, "config.json", "adapter_config.json", INDEX, "README.md", "LICEN*", "NOTICE*", "USE_POLICY*"]
-    small.append(f"{TEMPLATES}/*.jinja")
+    small = [*COMPANIONS, "config.json", "adapter_config.json", INDEX, "README.md", f"{TEMPLATES}/*.jinja"]
+    texts, cases = ("licen*", "notice*", "use_policy*", "copying*"), (str.lower, str.upper, str.capitalize)
+    small += [case(text) for text in texts for case in cases]  # of which TEXTS says what they are
     try:
         check_reachable(str(source))
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=small))

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: wrong input, exit status 2 of the command line.
     """
-    from .files import write_text
+    from .files import write_json, write_text
     from .manifest import add_digests
     from .verify import verify_conversion
     from .verify_files import unlisted
@@ -54,11 +54,12 @@ def run(options: argparse.Namespace) -> int:
         options.output,
         text=options.text,
         tokens=options.tokens,
-        report=options.json,
         dtype=options.dtype,
         seed=options.seed,
     )
     print(as_text(report))
+    if options.json is not None:
+        write_json(Path(options.json), report)
     if options.markdown is not None:
         write_text(Path(options.markdown), as_markdown(report))
     if options.record_digests and report["passed"] and not unlisted(Path(options.output)):

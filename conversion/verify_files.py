@@ -140,8 +140,7 @@ def check_base_weights(source: Path, output: Path, model_type: str, tied: bool) 
         first = 0
         for ours_name in FAMILIES[model_type].our_names(name):
             if ours_name not in base:
-                optional = (tied and ours_name == "lm_head.weight") or ours_name.endswith("rotary_emb.inv_freq")
-                missing += [] if optional else [ours_name]
+                missing += [] if tied and ours_name == "lm_head.weight" else [ours_name]
                 continue
             matched.add(ours_name)
             shape = ours.shape(ours_name)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from tnt_hf.conversion.files import flush, sha256, write_json
-from tnt_hf.conversion.schedules import LiZACallback
 
 
 logger = logging.getLogger(__name__)
@@ -199,9 +198,8 @@ def _plain(value: Any) -> Any:
 
 
 def callback_settings(callbacks: list) -> dict[str, Any]:
-    """The settings of those callbacks that change what a step does: they have `settings`, or are LiZA's schedule."""
-    found = {type(x).__name__: x.settings for x in callbacks if isinstance(getattr(x, "settings", None), dict)}
-    return found | {type(x).__name__: dict(vars(x)) for x in callbacks if isinstance(x, LiZACallback)}
+    """The settings of those callbacks that change what a step does: they have `settings`."""
+    return {type(x).__name__: x.settings for x in callbacks if isinstance(getattr(x, "settings", None), dict)}
 
 
 def check_same_run(checkpoint: Path, now: dict[str, Any]) -> None:

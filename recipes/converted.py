@@ -9,6 +9,7 @@ from typing import Any
 from tnt_hf import TNTConfig
 from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.files import write_json
+from tnt_hf.conversion.source import read_json
 from tnt_hf.recipes.arguments import ModelArguments
 from tnt_hf.recipes.loading_errors import naming
 
@@ -54,8 +55,8 @@ def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[
             convert_checkpoint(model.source, target, progress=False, say=say, overwrite=there, **arguments)
             write_json(record, wanted)
     except Exception:
-        if not there:
-            record.unlink(missing_ok=True)
+        if not there and record.is_file() and read_json(record) == {"begun": wanted}:  # not of a run beside this one
+            record.unlink()
             if new and not any(target.parent.iterdir()):
                 target.parent.rmdir()
         raise

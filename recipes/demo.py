@@ -11,6 +11,7 @@ and run in worker processes, as many at a time as there are cores.
 
 import argparse
 import json
+import shlex
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -166,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
             ["tnt demo", f"--budget {options.budget}", f"--seed {options.seed}", f"--precision {options.precision}"]
             + [f"--workers {options.workers}"]
             + [f"--only {name}" for name in options.only if options.only != list(STUDENTS)]
-            + ([f"--corpus {options.corpus.name}"] if options.corpus else [])
+            + ([f"--corpus {shlex.quote(options.corpus.name)}"] if options.corpus else [])
         ),
         "environment": environment(),
         "plan": asdict(plan) | {"steps": plan.steps, "stage2_steps": plan.stage2_steps},
@@ -180,10 +181,11 @@ def main(arguments: list[str] | None = None) -> int:
     say(f"{RESULTS}, {', '.join(pictures)} and every model are in {options.output}")
     if HYBRID in done:
         hybrid = options.output / HYBRID
+        name = shlex.quote(str(hybrid))
         print(
             "\nThe hybrid is an ordinary checkpoint, with its model card and tnt eval's report beside it. Try:\n"
-            f"  tnt generate {hybrid} --prompt 'class Reader:' --temperature 0.7\n"
-            f"  tnt push {hybrid} YOU/tnt-demo --dry-run\n"
+            f"  tnt generate {name} --prompt 'class Reader:' --temperature 0.7\n"
+            f"  tnt push {name} YOU/tnt-demo --dry-run\n"
             f'  python -c "import tnt_hf; from transformers import AutoModelForCausalLM as A;'
             f" print(A.from_pretrained('{hybrid}'))\""
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from tnt_hf.recipes.demo_conversion import STUDENTS
 from tnt_hf.recipes.demo_report import difference, table, text_result
-from tnt_hf.recipes.pictures import finish
+from tnt_hf.recipes.pictures import finish, subplots
 
 
 SOURCE, WINDOW, STAGE2 = "source", "window", "hybrid, stage 2"
@@ -112,12 +112,8 @@ def job_facts(job: dict) -> dict:
 def draw(output: Path, results: dict) -> list[str]:
     """Draws conversion.png, held-out perplexity by position, and loss.png, the trainings, of what results.json holds.
     Returns their names."""
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
+    figure, axes = subplots(figsize=(7.5, 4.5))
     plan, size = results["plan"], results["curves"]["tokens_per_point"]
     for name, means in results["curves"]["perplexity"].items():
         style = {SOURCE: "k-", WINDOW: "k:"}.get(name, "-" if "hybrid" in name else "--")
@@ -135,7 +131,7 @@ def draw(output: Path, results: dict) -> list[str]:
     )
     finish(figure, output / "conversion.png", axes)
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    figure, (left, right) = subplots(1, 2, figsize=(11, 4.5))
     for name, job in results["jobs"].items():
         if "losses" in job:
             axes = left if name == SOURCE else right

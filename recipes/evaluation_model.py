@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME
 
 import tnt_hf
 from tnt_hf.conversion import load_injected
@@ -23,6 +23,7 @@ from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, check_reachable, read_j
 from tnt_hf.recipes.data_files import SPLIT_NAMES
 from tnt_hf.recipes.loading_errors import reading
 from tnt_hf.recipes.model_card_tables import portable
+from tnt_hf.recipes.model_folder import file_of
 from tnt_hf.recipes.sources import read_texts
 
 
@@ -63,7 +64,7 @@ def load_model(
     with reading(f"MODEL {name}"):
         model, base = _load(name, dtype, trust_remote_code)
         places = [tokenizer] if tokenizer else [name, base]
-        place = next((place for place in places if any(_has(place, file) for file in TOKENIZER_FILES)), None)
+        place = next((place for place in places if any(file_of(place, file) for file in TOKENIZER_FILES)), None)
         found = None if place is None else AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     if tokenizer and found is None:
         raise ValueError(f"--tokenizer {tokenizer}: holds no tokenizer")
@@ -79,9 +80,9 @@ def load_model(
 def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[nn.Module, str]:
     """The model, and the name of its base: itself, or the one that an adapter names."""
     base, settings = name, None
-    adapter = _has(name, ADAPTER_CONFIG)
+    adapter = file_of(name, ADAPTER_CONFIG)
     if adapter is not None:
-        fields = read_json(Path(adapter))
+        fields = read_json(adapter)
         base, settings = fields.get("base_model_name_or_path"), fields.get("tnt_injection")
         if not base:
             raise ValueError(f"{ADAPTER_CONFIG} does not name the base model")
@@ -111,11 +112,6 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[nn.Module, st
 
         model = PeftModel.from_pretrained(model, name)
     return model, base
-
-
-def _has(name: str, file: str) -> str | None:
-    """The path of a file of a folder or Hub repository, or `None`."""
-    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
 
 
 def texts_of(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tnt_hf.conversion.files import flush, write_json
-from tnt_hf.recipes.pictures import finish
+from tnt_hf.recipes.pictures import finish, subplots
 from tnt_hf.recipes.training_plots import spans_decades
 
 
@@ -158,12 +158,8 @@ def _cell(value: Any) -> str:
 
 
 def _picture(draw: Callable, section: Any, path: Path) -> None:
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure, axes = subplots(figsize=(7, 4))
     draw(axes, section)
     finish(figure, path, axes)
 

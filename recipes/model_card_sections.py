@@ -12,6 +12,7 @@ from tnt_hf.conversion.model_card import PASSED_ON, REMOTE_CODE, attention_summa
 from tnt_hf.conversion.source import HUB_ID, read_json
 from tnt_hf.costs_tnt import memory_state_bytes
 from tnt_hf.recipes.arguments import DataArguments
+from tnt_hf.recipes.file_formats import kind_of
 from tnt_hf.recipes.model_card_tables import (
     code,
     data_name,
@@ -265,8 +266,9 @@ def metadata(model: Model, name: str, license: str | None = None) -> ModelCardDa
 def hub_datasets(run: dict[str, Any]) -> list[str]:
     """The data of a `training.json`, if it is a dataset of the Hub."""
     name = (run.get("data") or {}).get("name")
-    is_id = isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).suffix and not Path(name).exists()
-    return [name] if is_id else []
+    if not isinstance(name, str) or not HUB_ID.fullmatch(name):
+        return []
+    return [] if kind_of(Path(name)) or Path(name).exists() else [name]  # a file, here or where it was trained
 
 
 def model_index(model: Model) -> list[EvalResult]:

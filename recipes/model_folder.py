@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import cached_file
+
 from tnt_hf.conversion.files import sha256
 from tnt_hf.conversion.manifest import MANIFEST, read_manifest
 from tnt_hf.conversion.reload import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -127,6 +129,12 @@ def read_model(folder: str | os.PathLike) -> Model:
             conversion = manifest["conversion"]
             unchanged = place == folder and not training and _weights_are_of(folder, manifest["files"])
     return Model(folder, kind, config, training, evaluation, conversion, unchanged)
+
+
+def file_of(name: str, file: str) -> Path | None:
+    """The path of a file of a folder or Hub repository, `None` if it has none of that name."""
+    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
 
 
 def is_of_ours(folder: Path) -> bool:

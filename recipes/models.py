@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
-from transformers.utils import cached_file
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion import inject, language_model, load_injected, lora_config
@@ -27,6 +26,7 @@ from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.encoding import vocabulary_size
 from tnt_hf.recipes.loading_errors import naming
 from tnt_hf.recipes.memory_statistics import all_closed
+from tnt_hf.recipes.model_folder import file_of
 from tnt_hf.recipes.objectives import attention_modules, with_memory
 from tnt_hf.recipes.optimization import kind_of
 
@@ -142,7 +142,9 @@ def load_model(name: str, model: ModelArguments, seed: int = 0) -> nn.Module:
             TNT; an injection that does not fit.
     """
     options = _load_options(model)
-    if (Path(name) / ADAPTER_CONFIG).is_file():
+    with naming("model", name):
+        adapter = file_of(name, ADAPTER_CONFIG)
+    if adapter is not None:
         _refuse_fields(name, model, injected=True)
         with naming("model", name, model.attn_implementation):
             return load_injected(name, is_trainable=True, **options).train()
@@ -196,8 +198,8 @@ def _load_other(field: str, name: str, model: ModelArguments) -> nn.Module:
 
 def _holds_injection(name: str, model: ModelArguments) -> bool:
     """Whether a folder or Hub repository has a memory that the library alone would leave out."""
-    if (path := cached_file(name, ADAPTER_CONFIG, _raise_exceptions_for_missing_entries=False)) is not None:
-        return read_json(Path(path)).get("tnt_injection") is not None
+    if (path := file_of(name, ADAPTER_CONFIG)) is not None:
+        return read_json(path).get("tnt_injection") is not None
     return hasattr(AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code), "tnt_injection")
 
 
@@ -298,7 +300,7 @@ def load_teacher(name: str, model: ModelArguments) -> nn.Module:
     if source is not None:
         teacher = _load_other("teacher" if model.teacher else "source" if model.source else "model", source, model)
     else:
-        if (Path(name) / ADAPTER_CONFIG).is_file():
+        if file_of(name, ADAPTER_CONFIG) is not None:
             raise ValueError(f"teacher=None: must be given for {name!r}, an adapter")
         config = AutoConfig.from_pretrained(name, trust_remote_code=model.trust_remote_code)
         if config.model_type != "tnt":
@@ -314,7 +316,9 @@ def _check_teacher(student: nn.Module, teacher: nn.Module, mode: str) -> None:
         raise ValueError(f"teacher: has a vocabulary of {theirs.vocab_size}, the model one of {mine.vocab_size}")
     if mode == "align":
         counts = [len(attention_modules(model)) for model in (student, teacher)]
-        if not counts[0] or counts[0] != counts[1] or mine.hidden_size != theirs.hidden_size:
+        if not counts[0]:
+            raise ValueError(f"mode='align': needs layers with self_attn, and {type(student).__name__} has none")
+        if counts[0] != counts[1] or mine.hidden_size != theirs.hidden_size:
             raise ValueError(
                 f"teacher: has {counts[1]} layers of attention of width {theirs.hidden_size}, the model {counts[0]} of"
                 f" {mine.hidden_size}; mode='align' compares them one by one"

@@ -20,7 +20,9 @@ class StopIfNotFinite(TrainerCallback):
             self.losses.append(logs["loss"])
             self.tell(state.global_step, state.max_steps, logs["loss"])
             if not math.isfinite(logs["loss"]) or not math.isfinite(logs["grad_norm"]):
-                raise RuntimeError(f"step {state.global_step}: loss {logs['loss']}, gradient norm {logs['grad_norm']}")
+                raise FloatingPointError(
+                    f"step {state.global_step}: loss {logs['loss']}, gradient norm {logs['grad_norm']}"
+                )
 
 
 def train_in_order(

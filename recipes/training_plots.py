@@ -3,6 +3,8 @@
 from functools import partial
 from pathlib import Path
 
+from tnt_hf.recipes.pictures import subplots
+
 
 INK, ACCENT, GRID = "#3b4252", "#c8553d", "#d8dee9"
 # What is drawn of each layer, its title and its unit; of fast weights the first that was logged.
@@ -25,10 +27,7 @@ def draw_plots(log: list[dict], folder: Path, gate: str = PANELS["gate"][1]) -> 
         folder: where the files go.
         gate: what the gate's value is and when it is closed, see [`~recipes.memory_statistics.gate_label`].
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import rc_context
 
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK, "axes.grid": True}
     style |= {
@@ -39,13 +38,12 @@ def draw_plots(log: list[dict], folder: Path, gate: str = PANELS["gate"][1]) -> 
         "axes.labelsize": 9,
         "figure.dpi": 120,
     }
-    with pyplot.rc_context(style):
+    with rc_context(style):
         for name, draw in (("loss.png", _loss), ("gates.png", partial(_gates, gate=gate))):
-            figure = draw(pyplot, log)
+            figure = draw(log)
             if figure is not None:
                 unfinished = folder / f"{name}.partial"
                 figure.savefig(unfinished, format="png", bbox_inches="tight")
-                pyplot.close(figure)
                 unfinished.replace(folder / name)
 
 
@@ -67,12 +65,12 @@ def spans_decades(values: list[float]) -> bool:
     return bool(positive) and min(values) >= 0 and max(positive) > 100 * min(positive)
 
 
-def _loss(pyplot, log: list[dict]):
+def _loss(log: list[dict]):
     train = [(e["step"], e["loss"]) for e in log if "loss" in e]
     evaluated = [(e["step"], e["eval_loss"]) for e in log if "eval_loss" in e]
     if not train:
         return None
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure, axes = subplots(figsize=(7, 4))
     steps, losses = zip(*train)
     many = len(train) >= 20
     axes.plot(steps, losses, color=INK, alpha=0.3 if many else 1, linewidth=1, marker=None if many else "o", ms=3)
@@ -99,7 +97,9 @@ def _loss(pyplot, log: list[dict]):
     return figure
 
 
-def _gates(pyplot, log: list[dict], gate: str):
+def _gates(log: list[dict], gate: str):
+    from matplotlib import colormaps
+
     panels = {}
     for name in PANELS:
         prefix = f"memory/{name}/layer_"
@@ -112,9 +112,9 @@ def _gates(pyplot, log: list[dict], gate: str):
         return None
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    figure, grid = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.1 * rows), squeeze=False)
+    figure, grid = subplots(rows, columns, figsize=(4.6 * columns, 3.1 * rows), squeeze=False)
     most = max(layer for layers in panels.values() for layer in layers)
-    colors = pyplot.get_cmap("viridis")
+    colors = colormaps["viridis"]
     for axes, (name, layers) in zip(grid.flat, panels.items()):
         values = []
         for layer in layers:

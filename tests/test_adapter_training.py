@@ -2,16 +2,19 @@
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tiny import tokens
 from tiny_hosts import tiny_host
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from tnt_hf.conversion.adapters import get_tptt_model
 from tnt_hf.conversion.inject import inject
 from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig
 from tnt_hf.conversion.reload import load_injected
 from tnt_hf.conversion.schedules import LiZACallback, mag_modules
+from tnt_hf.recipes.arguments import ModelArguments
+from tnt_hf.recipes.models import load_model
 
 
 LIZA = LiZAConfig(operator="delta_rule", gate="learned", chunk_size=8)
@@ -50,6 +53,22 @@ def trainer(model, folder, data, callbacks=(), **arguments) -> Trainer:
 
 def losses(done: Trainer) -> list[float]:
     return [entry["loss"] for entry in done.state.log_history if "loss" in entry]
+
+
+def test_an_adapter_of_the_hub_is_trained_on_as_one_of_a_folder_is(tmp_path, monkeypatch):
+    tiny_host("llama").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    repository, commit = tmp_path / "cache" / "models--owner--adapter", "a" * 40
+    get_tptt_model(base, TNT).save_pretrained(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    names = "owner/adapter", str(repository / "snapshots" / commit)
+    found = [load_model(name, ModelArguments(model=name, trainable="lora")) for name in names]
+    ids = tokens(1, 12)
+    assert torch.equal(found[0](ids).logits, found[1](ids).logits)
+    assert found[0].peft_config["default"].tnt_injection == found[1].peft_config["default"].tnt_injection
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

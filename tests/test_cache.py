@@ -410,6 +410,19 @@ def test_a_long_random_context_stays_bounded():
     assert not sizes["none"] < 1e3, sizes
 
 
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_state_of_a_graph_is_not_written_in_place(length):
+    model = tiny_model()
+    cache = TNTCache(model.config)
+    for _ in range(2):
+        model(tokens(1, 8), past_key_values=cache, use_cache=True)
+    held = cache.layers[0].recurrent_states[0]
+    before = held.detach().clone()
+    with torch.no_grad():
+        model(tokens(1, length), past_key_values=cache, use_cache=True)
+    assert held.requires_grad and torch.equal(held, before)
+
+
 def test_positions_and_documents_cover_the_call():
     """Or each would be read as something else: one position for all tokens, two documents as one."""
     model, ids = tiny_model(), tokens(1, 9)

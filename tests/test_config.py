@@ -16,6 +16,21 @@ from tnt_hf.branch_tnt import lr_factors
 from tnt_hf.costs_tnt import memory_state_shapes
 
 
+def test_a_list_stays_its_owners():
+    sizes = [8, 16]
+    config = tiny_config(local_chunk_sizes=sizes)
+    sizes.append(32)
+    assert config.local_chunk_sizes == [8, 16]
+    assert tiny_config(local_chunk_sizes=(4, 8)).local_chunk_sizes == [4, 8]
+
+
+def test_memory_in_all_layers_is_no_list_of_them():
+    config = tiny_config()
+    assert config.memory_layers is None and TNTConfig(**config.to_dict()).memory_layers is None
+    none = TNTConfig(num_hidden_layers=2, layer_types=["hybrid"] * 2, global_chunk_size=None, local_chunk_sizes=[])
+    assert none.layer_types == ["full_attention"] * 2 and none.memory_layer_indices == []
+
+
 def test_defaults_follow_the_design():
     config = TNTConfig()
     assert config.memory_projections == "own" and config.memory_conv_kernel == 4 and config.memory_value_norm

@@ -202,6 +202,11 @@ def test_the_manifest_notices_every_change(tmp_path, source, link):
         "all that is new was read"
     )
 
+    (result / "evaluation").mkdir()  # as `tnt eval` and `tnt push --regenerate-card` leave it
+    for name in ("evaluation/evaluation.json", "README.previous1.md"):
+        (result / name).write_text("{}")
+    assert check_manifest(result) == []
+
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)

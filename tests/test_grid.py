@@ -11,7 +11,7 @@ from test_memory import make_inputs
 from tiny import tiny_model, tokens
 
 from tnt_hf import grid_tnt
-from tnt_hf.memory_tnt import memory_chunkwise
+from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 
 
 PACKED = torch.cat([torch.arange(n) for n in (9, 3, 18, 10)])[None].expand(2, -1)
@@ -192,3 +192,24 @@ def test_one_grid_of_a_kind_is_kept_and_none_of_many_slots(lately):
         assert layout.grids[0].time.tolist() == [8 + time for time in times]
         assert len(grid_tnt._LATELY) == 1
     assert grid_tnt._LATELY[0][0][4] == 4
+
+
+def test_documents_take_no_grid_of_a_part_without_them():
+    (q, k, v, lr), weights, _ = make_inputs(T=12)
+    options = {"chunk_size": 4, "output_final_state": True}
+    state = memory_chunkwise(q, k, v, lr, weights, **options)[1]
+    options |= {"initial_state": state}
+    ids = torch.tensor([[0] * 5 + [1] * 7])
+    memory_chunkwise(q, k, v, lr, weights, **options)
+    found, after = memory_chunkwise(q, k, v, lr, weights, segment_ids=ids, **options)
+    expected, naive = memory_naive(q, k, v, lr, weights, segment_ids=ids, **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert after.time.tolist() == naive.time.tolist() == [7]
+
+
+def test_a_mask_made_in_inference_mode_serves_outside_it():
+    (q, k, v, lr), weights, _ = make_inputs(T=12)
+    with torch.inference_mode():
+        mask = torch.arange(12)[None] != 4
+    found, expected = (memory_chunkwise(q, k, v, lr, weights, mask=x, chunk_size=4)[0] for x in (mask, mask.clone()))
+    assert torch.equal(found, expected)

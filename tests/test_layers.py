@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from tiny import tiny_config
 from torch import nn
 
 from tnt_hf import TNTConfig, TNTForCausalLM, branch_tnt, modeling_tnt
@@ -189,3 +190,10 @@ def test_a_frozen_convolution_hands_on_the_same_gradient():
     conv.requires_grad_(False)
     torch.testing.assert_close(torch.autograd.grad(conv(x).square().sum(), x)[0], wanted, rtol=0, atol=0)
     assert conv.weight.grad is None
+
+
+def test_earlier_taps_of_a_convolution_start_as_noise():
+    config = tiny_config()
+    taps = TNTForCausalLM(config).model.layers[0].memory.q_conv.weight
+    assert 0.5 < taps[..., :-1].std() / config.initializer_range < 2
+    assert 0.5 < (taps[..., -1] - 1).std() / config.initializer_range < 2

@@ -1,12 +1,14 @@
 """The hand-written backward of the memory and the gradient bound: every way back to a chunk's weights, one answer."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from test_memory import assert_same, leaves, make_inputs, probe, run
 from tiny import tiny_model, tokens
 
-from tnt_hf import plan_tnt, projection_tnt, reverse_tnt
+from tnt_hf import native_tnt, plan_tnt, projection_tnt, reverse_tnt
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 from tnt_hf.network_tnt import smooth_unit_vectors
 from tnt_hf.projection_tnt import project_queries, unit_vectors
@@ -57,6 +59,22 @@ def test_gradients_are_ordinary_tensors(monkeypatch, keep_ratio, read):
     torch.autograd.grad(probe(result) + M.sum(), inputs, allow_unused=True)
     assert [sum(x is not None for x in found) for found in returned] == [18, 3]
     assert not any(x.is_inference() for found in returned for x in found if x is not None)
+
+
+@pytest.mark.parametrize("read", ["current", "chunk_start"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_kept_for_a_backward_that_is_not_taken(monkeypatch, mode, read):
+    """For one row the weights are views of parameters, and those ask for a gradient in every mode."""
+    (q, k, v, lr), weights, _ = make_inputs(T=12)
+    weights, kept = [torch.nn.Parameter(w) for w in weights], []
+    for module, name in ((native_tnt, "_blank_tape"), (reverse_tnt, "blank_tape")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *x, real=real: kept.append(x) or real(*x))
+    for taken in (True, False):
+        with contextlib.nullcontext() if taken else mode():
+            memory_chunkwise(q, k, v, lr, weights, chunk_size=4, read=read)
+        assert bool(kept) == taken
+        kept.clear()
 
 
 @pytest.mark.parametrize("momentum", [False, True])

@@ -119,3 +119,22 @@ def test_a_state_is_returned_only_if_asked_for(implementation):
     weights, how = [torch.zeros(1, 2, 2)], {"chunk_size": 2, "implementation": implementation}
     assert memory_chunkwise(x, x, x, lr, weights, **how)[1] is None
     assert memory_chunkwise(x, x, x, lr, weights, **how, output_final_state=True)[1] is not None
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"mask": torch.ones(1, 5, dtype=torch.bool)}, "mask must have shape"),
+        ({"mask": torch.ones(1, 6)}, "mask must be bool"),
+        ({"segment_ids": torch.zeros(1, 6)}, "segment_ids must be int"),
+        ({"q": torch.ones(1, 6, 3, 4)}, "q must have a multiple of k's"),
+        ({"normalize": "no"}, "normalize must be True or False.*no"),
+        ({"initial_state": 3}, r"initial_state must be \(M, time\)"),
+        ({"initial_state": [torch.zeros(1, 2, 4, 4), torch.zeros(1)]}, r"initial_state must be \(M, time\)"),
+    ],
+    ids=str,
+)
+def test_the_projection_checks_its_rows_and_options(change, message):
+    given = {"q": torch.ones(1, 6, 4, 4), "k": torch.ones(1, 6, 2, 4), "reset_interval": 4}
+    with pytest.raises(ValueError, match=message):
+        project_queries(**{**given, **change})

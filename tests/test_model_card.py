@@ -179,12 +179,15 @@ def test_metadata_is_what_the_hub_reads(run):
     assert "license" not in metadata(card) and "datasets" not in metadata(card) and "base_model" not in metadata(card)
 
 
-def test_a_dataset_of_the_hub_is_named_in_the_metadata(run, tmp_path):
+@pytest.mark.parametrize("name", ["owner/texts", "owner/texts-1.5"])
+def test_a_dataset_of_the_hub_is_named_in_the_metadata(run, tmp_path, name):
     folder = copied(run, tmp_path)
-    (folder / "training.json").write_text(json.dumps(RUN | {"data": {"name": "owner/texts", "tokens": 5}}))
+    (folder / "training.json").write_text(json.dumps(RUN | {"data": {"name": name, "tokens": 5}}))
     card = model_card(folder, "books")
-    assert metadata(card)["datasets"] == ["owner/texts"]
-    assert "[owner/texts](https://huggingface.co/datasets/owner/texts)" in sections(card)["Training data"]
+    assert metadata(card)["datasets"] == [name]
+    assert f"[{name}](https://huggingface.co/datasets/{name})" in sections(card)["Training data"]
+    (folder / "training.json").write_text(json.dumps(RUN | {"data": {"name": "texts/books.jsonl", "tokens": 5}}))
+    assert "datasets" not in metadata(model_card(folder, "books"))  # a file, where it was trained
 
 
 def test_the_hub_learns_what_it_was_evaluated_on_where_that_is_its_own(run, tmp_path):

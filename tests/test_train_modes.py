@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from tnt_hf import TNTForCausalLM
 from tnt_hf.conversion import LiZACallback, load_injected
 from tnt_hf.conversion.manifest import read_manifest
+from tnt_hf.recipes import converted
 from tnt_hf.recipes.checkpoints import latest_complete_checkpoint
 from tnt_hf.recipes.converted import convert_once
 from tnt_hf.recipes.recipe_file import read_recipe
@@ -230,7 +231,7 @@ def test_the_teacher_of_a_converted_folder_is_its_own_base_with_full_attention(t
     assert not torch.equal(logits(trainer.model), logits(source))  # it has a window
 
 
-def test_a_conversion_is_made_once_and_made_anew_until_a_run_has_saved(teacher, capsys):
+def test_a_conversion_is_made_once_and_made_anew_until_a_run_has_saved(teacher, capsys, monkeypatch):
     arguments = (
         f"--output_dir once --dataset_name text --mode distill --trainable memory --max_steps 1 {CONVERT} {COMMON}"
     )
@@ -261,6 +262,13 @@ def test_a_conversion_is_made_once_and_made_anew_until_a_run_has_saved(teacher, 
         prepare(other)
     with pytest.raises(ValueError, match=r"convert.windw=8: .* did you mean 'window'"):
         prepare([*arguments.split(), "--convert.windw", "8"])
+    at = read_recipe(other).model, Path("twice/converted"), 0, print
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="text"):
+        patch.setattr(
+            converted, "convert_checkpoint", lambda *_, **__: (patch.undo(), convert_once(*at), open("text", "x"))
+        )
+        convert_once(*at)  # another run, begun as early, is faster, and its result stays its own
+    assert convert_once(*at) and "was converted before" in capsys.readouterr().out
     Path("empty").mkdir()
     for output in ("refused", "empty"):
         with pytest.raises(ValueError, match="memory_depth=0: must be"):

@@ -219,6 +219,16 @@ def test_a_report_is_written_into_nothing_that_is_verified(folders, converted, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["converted"]
 
 
+def test_a_report_that_cannot_be_written_is_shown(folders, capsys):
+    parser = argparse.ArgumentParser()
+    verify_command.add_arguments(parser)
+    with pytest.raises(OSError):
+        verify_command.run(
+            parser.parse_args([*map(str, folders[:2]), "--tokens", "16", "--json", "/proc/report.json"])
+        )
+    assert capsys.readouterr().out.startswith("PASSED: all ")
+
+
 def test_a_report_that_cannot_be_written_leaves_the_older_one(tmp_path):
     report = tmp_path / "report.json"
     write_text(report, "older\n")

@@ -62,7 +62,8 @@ class TritonGlobal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan, L, E, q, k, v, theta, c, A, D, s_end, m_end, gain, bias, W0, xi, S0, target):
-        ends, train = _Ends.of(theta, c, A, D, s_end, m_end), any(ctx.needs_input_grad)
+        ends = _Ends.of(theta, c, A, D, s_end, m_end)
+        train = plan.graded and any(ctx.needs_input_grad)
         chunks = _Chunks(plan, L, E, q, k, v, ends, W0, target, gain, bias)
         W, S = _own(W0), None
         if ends.s is not None:

@@ -159,7 +159,7 @@ class TritonScan(torch.autograd.Function):
         q, k, v, theta = inputs[:4]
         steps, P, V = len(plan.counts), len(state), shape.widths[2]
         total = steps * shape.blocks
-        ctx.every = shape.stretch(steps) if any(ctx.needs_input_grad) else 0
+        ctx.every = shape.stretch(steps) if plan.graded and any(ctx.needs_input_grad) else 0
         slots = -(-total // ctx.every) if ctx.every else 0
         blank = q.new_empty if plan.dense or sum(plan.counts) == len(q) else q.new_zeros
         o = blank(*q.shape[:-1], V)

@@ -350,7 +350,7 @@ def _run_grid(grid, rows, k, v, scalars, whole, H, G, init, net, options, state,
     plan = Plan(
         net, counts, starts, G, options["read"] == "current", state is not None and C > 1, full,
         options["keep_state"], options["keep_loss"], options["grad_bound"],
-        grid.dense(H) if whole and options["triton"] else None, options["quadratic"],
+        grid.dense(H) if whole and options["triton"] else None, options["quadratic"], torch.is_grad_enabled(),
         grid.places() if whole and options["native"] else None,
     )  # fmt: skip
     mu = mu if present is None else torch.where(present > 0, mu, 1.0)

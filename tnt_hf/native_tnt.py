@@ -48,7 +48,7 @@ class NativeScan(torch.autograd.Function):
         inputs, states = ([None if x is None else x.contiguous() for x in y] for y in (inputs, states))
         W, P, momentum = states[:depth], plan.counts[0], mu is not None
         tape, stride = dict.fromkeys(TAPE, [None] * depth), 0
-        if any(ctx.needs_input_grad):
+        if plan.graded and any(ctx.needs_input_grad):
             tape, stride = _blank_tape(plan, theta, W, gain is not None, momentum)
         every = _every(plan, q, len(theta))
         o = (q.new_empty if every else q.new_zeros)(*q.shape[:-1], v.shape[-1])

@@ -38,6 +38,7 @@ class Plan(NamedTuple):
     # B, T, tokens of a shard and H of a dense grid whose q, k, v and o are `[B, T, heads, D]`, not `[N, C, D]`
     dense: tuple[int, int, int, int] | None = None
     quadratic: bool = False  # of q and k the network sees the products, which are made chunk by chunk
+    graded: bool = True  # whether a gradient is taken: views of parameters ask for one even where none is
     slots: Tensor | None = None  # [N C] of a row of heads: the token there, of B T, where q, k, v and o are as above
 
     def rows(self, qk: Tensor) -> tuple[int, int]:

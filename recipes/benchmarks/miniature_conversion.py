@@ -33,7 +33,7 @@ from tnt_hf.recipes.corpus import read_corpus
 from tnt_hf.recipes.demo_conversion import MEMORY, ConversionData, ConversionPlan, measured_on, train_source
 from tnt_hf.recipes.demo_jobs import losses_by_position, shuffled
 from tnt_hf.recipes.distillation import distiller, with_lora
-from tnt_hf.recipes.pictures import finish
+from tnt_hf.recipes.pictures import finish, subplots
 from tnt_hf.recipes.training import train_in_order
 
 
@@ -242,12 +242,8 @@ def table(result: dict) -> list[str]:
 
 def draw(result: dict, path: Path) -> None:
     """Perplexity by position, one line per row."""
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    figure, axes = subplots(figsize=(8, 4.5))
     styles = {SOURCE: "k-", WINDOW: "k:", LORA: "--"}
     for name, row in result["rows"].items():
         places = [32 * i + 16 for i in range(len(row["curve"]))]

@@ -17,7 +17,7 @@ from tnt_hf.recipes.benchmarks.miniature_models import (
     VARIANTS,
     Plan,
 )
-from tnt_hf.recipes.pictures import finish
+from tnt_hf.recipes.pictures import finish, subplots
 
 
 BINS = ((0, 1), (1, 4), (4, 16), (16, 32))  # of 32 positions each
@@ -205,10 +205,8 @@ def table(result: dict) -> list[str]:
 
 def draw(result: dict, stem: Path) -> None:
     """Writes `<stem>_perplexity.png`, `<stem>_position.png` and, with times, `<stem>_time.png`."""
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps
 
     rows = result.get("rows", {})
     if not rows:
@@ -219,7 +217,7 @@ def draw(result: dict, stem: Path) -> None:
 
     plan, seeds = result["plan"], result["seeds"]
     size = f"{next(iter(rows.values()))['parameters'] / 1e3:.0f}k parameters, {len(seeds)} seeds"
-    figure, axes = pyplot.subplots(figsize=(8, 0.32 * len(rows) + 1.2))
+    figure, axes = subplots(figsize=(8, 0.32 * len(rows) + 1.2))
     for place, row in enumerate(reversed(rows.values())):
         found = row["perplexity"]
         colour = "C0" if row["variant"].startswith("TNT") else "C1" if "Titans" in row["variant"] else "grey"
@@ -230,13 +228,13 @@ def draw(result: dict, stem: Path) -> None:
     axes.set(xlabel="held-out perplexity, mean and standard deviation", title=size)
     finish(figure, picture("perplexity"))
 
-    figure, axes = pyplot.subplots(figsize=(10.5, 5))
+    figure, axes = subplots(figsize=(10.5, 5))
     zero = BASELINE if BASELINE in rows else next(iter(rows))  # text differs in difficulty from place to place
     for i, (name, row) in enumerate((name, row) for name, row in rows.items() if name == row["variant"]):
         places = [32 * j + 16 for j in range(len(row["curve"]))]
         gaps = [math.log(x / y) for x, y in zip(row["curve"], rows[zero]["curve"])]
         label = f"{name}: {row['perplexity']['mean']:.2f}"
-        axes.plot(places, gaps, label=label, linewidth=1, color=pyplot.get_cmap("tab20")(i))
+        axes.plot(places, gaps, label=label, linewidth=1, color=colormaps["tab20"](i))
     axes.set(xlabel="position in the row (tokens)", ylabel=f"loss - loss of {zero} (nats)", title=size)
     axes.set_xscale("log", base=2)
     axes.grid(axis="y", alpha=0.3)
@@ -244,11 +242,11 @@ def draw(result: dict, stem: Path) -> None:
     finish(figure, picture("position"))
 
     if length := next((x for x in result.get("time", {}).get("milliseconds_per_token", {})), None):
-        figure, axes = pyplot.subplots(figsize=(10.5, 5))
+        figure, axes = subplots(figsize=(10.5, 5))
         for i, (name, row) in enumerate(rows.items()):
             if (took := time_of(result, name, length)) is not None:
                 found, marker = row["perplexity"], "o" if row["variant"].startswith("TNT") else "s"
-                style = {"fmt": marker, "capsize": 3, "color": pyplot.get_cmap("tab20")(i % 20), "label": name}
+                style = {"fmt": marker, "capsize": 3, "color": colormaps["tab20"](i % 20), "label": name}
                 axes.errorbar(1000 * took, found["mean"], yerr=found["std"] or 0, **style)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tnt_hf.recipes.loading_errors import reading
-from tnt_hf.recipes.pictures import finish
+from tnt_hf.recipes.pictures import finish, subplots
 
 
 def hardware(report: dict) -> str:
@@ -57,13 +57,13 @@ def _tokens(axis) -> None:
 # ---------------------------------------------------------------------------------------------- one function per suite
 
 
-def memory(report: dict, plt):
+def memory(report: dict):
     """Ratios of the suite `memory`, with the goals as lines."""
     faster = report["summary"]["times_faster"]
     found = {n: {f"C = {c}": x for c, x in by.items() if isinstance(x, dict)} for n, by in faster.items()}
     targets = {name: x for name, x in report["summary"]["targets"].items() if isinstance(x, dict)}
     found = {name: entry for name, entry in found.items() if entry}
-    figure, axis = plt.subplots(figsize=(9, 5))
+    figure, axis = subplots(figsize=(9, 5))
     groups = sorted({group for entry in found.values() for group in entry}, key=lambda name: int(name.split()[-1]))
     grouped(axis, found, groups)
     axis.axhline(1, color="grey", linewidth=0.8)
@@ -80,9 +80,9 @@ def memory(report: dict, plt):
     return figure
 
 
-def train(report: dict, plt):
+def train(report: dict):
     """Time per token over the length of a row."""
-    figure, axis = plt.subplots(figsize=(9, 5.5))
+    figure, axis = subplots(figsize=(9, 5.5))
     lines(axis, report["summary"]["microseconds_per_token"])
     axis.set_xlabel("tokens of a row")
     axis.set_ylabel(f"microseconds of {report['clock']} time per token")
@@ -92,10 +92,10 @@ def train(report: dict, plt):
     return figure
 
 
-def decode(report: dict, plt):
+def decode(report: dict):
     """Tokens per second of decoding and prefill, and cache bytes, over the context."""
     found = report["summary"]
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.5))
+    figure, axes = subplots(1, 3, figsize=(14, 4.5))
     colors = _colors(dict.fromkeys(name for by_name in found["decode_tokens_per_second"].values() for name in by_name))
     for style, (batch_size, by_name) in zip(("-", "--", ":", "-."), found["decode_tokens_per_second"].items()):
         lines(axes[0], by_name, f", batch {batch_size}", colors, linestyle=style)
@@ -111,9 +111,9 @@ def decode(report: dict, plt):
     return figure
 
 
-def liza(report: dict, plt):
+def liza(report: dict):
     """Tokens per second of the operators over the length."""
-    figure, axis = plt.subplots(figsize=(9, 5))
+    figure, axis = subplots(figsize=(9, 5))
     lines(axis, report["summary"]["tokens_per_second"])
     axis.set_ylabel(f"tokens per second of {report['clock']} time")
     axis.set_title(f"forward + backward, {hardware(report)}", fontsize=9)
@@ -121,11 +121,11 @@ def liza(report: dict, plt):
     return figure
 
 
-def conversion(report: dict, plt):
+def conversion(report: dict):
     """Seconds of every stage."""
     (row,) = report["rows"].values()
     stages = {name: x for name, x in row["summary"].items() if isinstance(x, dict) and "seconds" in x}
-    figure, axis = plt.subplots(figsize=(6, 4))
+    figure, axis = subplots(figsize=(6, 4))
     grouped(axis, {"seconds": {name: x["seconds"] for name, x in stages.items()}}, list(stages))
     axis.set_ylabel("seconds")
     axis.set_title(f"conversion of {row['tensor_bytes'] / 1e9:.1f} GB, {report['environment']['cpu']}", fontsize=9)
@@ -156,11 +156,7 @@ def draw_file(result: Path, picture: Path | None = None) -> Path:
         raise ValueError(f"{result} has suite={name!r}: must be one of {', '.join(SUITES)}")
     if not complete:
         raise ValueError(f"{result} is unfinished: start the suite {name} again with the same settings")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
     with reading(f"{result} is not a result of the suite {name}"):
-        figure = SUITES[name](report, plt)
+        figure = SUITES[name](report)
     return finish(figure, picture or result.with_suffix(".png"))
