@@ -24,10 +24,7 @@ PACKAGES = {
     "tnt_hf.model_cards": ROOT / "model_cards",
 }
 
-# Files that travel with every checkpoint -> the siblings each may import. Four are split by job: inputs, denormals,
-# derivative, grid, coefficients, network, plan, scan, block, reverse, projection, step and operators belong to
-# memory_tnt (torch only), kernels_*_tnt to kernels_tnt, costs to configuration_tnt, branch, unit, features, compiler,
-# convolution, masks, continuation and cache_name to modeling_tnt, state to cache_tnt.
+# Files that travel with every checkpoint -> the siblings each may import.
 ARROWS = {
     "configuration_tnt": set(),
     "costs_tnt": {"configuration_tnt"},

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
-from tnt_hf import TNTCache
+from tnt_hf import TNTCache, TNTForCausalLM
 from tnt_hf.masks_tnt import build_masks
 from tnt_hf.network_tnt import Net, norms
 from tnt_hf.projection_tnt import project_queries
@@ -402,3 +402,19 @@ def test_what_is_no_list_of_layers_or_chunk_sizes_is_named():
     for config in (None, 3, LlamaConfig()):
         with pytest.raises(ValueError, match=f"config={type(config).__name__}: must be the TNTConfig"):
             TNTCache(config)
+
+
+@torch.no_grad()
+def test_the_gradient_bound_of_a_model_may_change(tmp_path):
+    """No weight depends on it, and whoever sees a memory diverge sets it on the model at hand."""
+    model, ids = tiny_model(memory_decay=True), tokens(2, 30)
+    before = model(ids).logits
+    model.config.memory_grad_bound, model.config.memory_decay_target = 0.01, "zero"
+    model.save_pretrained(tmp_path)
+    loaded = TNTForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert not torch.allclose(model(ids).logits, before)
+    for read in (
+        lambda x: x(ids).logits,
+        lambda x: x.generate(ids, max_new_tokens=5, output_logits=True, return_dict_in_generate=True).logits[-1],
+    ):
+        assert torch.equal(read(model), read(loaded))

@@ -81,7 +81,6 @@ class TNTMemory(nn.Module):
         self.feature_map = config.memory_feature_map
         self.projection_norm = config.qk_projection_norm
         self.net = Net(config.memory_activation, config.memory_residual, config.rms_norm_eps)
-        self.options = {"decay_target": config.memory_decay_target, "grad_bound": config.memory_grad_bound}
         H, D = config.memory_num_heads, config.memory_head_dim
         self.channels = (config.num_attention_heads * config.head_dim, H * D, H * D)
         if not self.shared:
@@ -101,6 +100,12 @@ class TNTMemory(nn.Module):
             self.o_proj = nn.Linear(self.channels[0], config.hidden_size, bias=False)
         if config.variant == "mal":
             self.input_layernorm = TNTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the memories' steps: no weight depends on them, so they may change while the model lives."""
+        fields = vars(self.config)
+        return {"decay_target": fields["memory_decay_target"], "grad_bound": fields["memory_grad_bound"]}
 
     @with_cache_name
     def forward(
@@ -237,13 +242,14 @@ class TNTMemory(nn.Module):
             # a program is torch
             how = "chunk" if is_exporting() else self.config.memory_implementation
             how = choose(FIELD, how, x.device, unsupported_step, q.dtype, state.memories[0].weights)
-            bounded = how == "chunk" and self.options["grad_bound"] is not None
+            options = self.options
+            bounded = how == "chunk" and options["grad_bound"] is not None
             size = norms(k, keepdim=True) if bounded else None
             units = self.memories._modules
             for i, (spec, memory) in enumerate(zip(layout.specs, state.memories)):
-                unit, options = units[str(i)], (self.net, self.options, memory, present, clock, size, how)
                 query = q if spec.query_projection == "none" else queries[spec.projection_interval]
-                read, error = unit.step(x, query, k, v, spec, self.lr_factors[i], *options)
+                given = x, query, k, v, spec, self.lr_factors[i], self.net, options, memory, present, clock, size, how
+                read, error = units[str(i)].step(*given)
                 o = read if o is None else o + read
                 if output_surprise:
                     loss = 0.5 * error.square().sum(-1)
@@ -277,7 +283,7 @@ class TNTMemory(nn.Module):
             )
             queries[interval] = query.to(q.dtype)  # operands are rounded, gates and states are not
         products = "quadratic" if self.feature_map == "quadratic" and not layout.intervals else "identity"
-        outputs, states, surprises = [], [], []
+        outputs, states, surprises, options = [], [], [], self.options
         for i, (spec, unit) in enumerate(zip(layout.specs, self.memories)):
             o, memory_state, surprise = unit(
                 hidden_states,
@@ -293,6 +299,7 @@ class TNTMemory(nn.Module):
                 output_final_state=keep,
                 output_surprise=output_surprise,
                 feature_map=products,
+                **options,
             )
             outputs.append(o)
             states.append(memory_state)

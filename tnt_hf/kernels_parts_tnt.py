@@ -1,7 +1,7 @@
 """What the Triton kernels share: the guard around `import triton`, where kernels can run, and their arithmetic.
 
 Axis legend
-    rows, K: any matrix of operands; all functions but `dot` work element by element
+    rows, K: any matrix of operands; functions of one tile each, most of them element by element
 
 Products take bf16 or fp32 operands and accumulate in float32. Travels with every pushed checkpoint.
 """

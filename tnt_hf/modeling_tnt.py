@@ -565,6 +565,8 @@ class TNTModel(TNTPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         B, T = inputs_embeds.shape[:2]
+        if not B * T:
+            raise ValueError(f"input_ids has the shape {[B, T]}: it must hold a token.")
         if isinstance(attention_mask, Tensor):
             attention_mask = attention_mask.to(inputs_embeds.device)
         elif isinstance(attention_mask, dict) and "memory" not in attention_mask:

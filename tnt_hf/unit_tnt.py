@@ -47,12 +47,7 @@ class TNTMemoryUnit(nn.Module):
         super().__init__()
         H, D = config.memory_num_heads, config.memory_head_dim
         self.max_lr, self.eps = config.memory_max_lr, config.rms_norm_eps
-        self.options = {
-            "activation": config.memory_activation,
-            "residual": config.memory_residual,
-            "decay_target": config.memory_decay_target,
-            "grad_bound": config.memory_grad_bound,
-        }
+        self.network = {"activation": config.memory_activation, "residual": config.memory_residual}
         self.config, self.depth = config, len(config.memory_weight_shapes)
         self.weights = TNTInitialWeights([nn.Parameter(torch.empty(H, *s)) for s in config.memory_weight_shapes])
         self.lr_proj = TNTGateLinear(config.hidden_size, H, 0.0)
@@ -79,8 +74,8 @@ class TNTMemoryUnit(nn.Module):
             q: `[B, T, n, D]`, already projected by M where the spec asks for it. k, v: `[B, T, H, D]`.
             spec: chunk size, reset interval (tokens) and read of this memory. lr_scale: factor of theta.
             operands: of Triton's products, bfloat16 where the layer's activations are; nothing else rounds.
-            options: mask, segment_ids, initial_state, output_final_state, output_surprise, feature_map of
-                [`memory_chunkwise`].
+            options: mask, segment_ids, initial_state, output_final_state, output_surprise, feature_map,
+                decay_target and grad_bound of [`memory_chunkwise`].
 
         Returns:
             o `[B, T, n, D]`, the state, the surprise `[B, T, H]`; the latter two `None` if not asked for.
@@ -95,7 +90,9 @@ class TNTMemoryUnit(nn.Module):
         how = choose(FIELD, value, q.device, unsupported_scan, *memory)
         if how == "triton":
             tokens = (x.to(operands) for x in tokens)
-        elif value == "native" and runs_native(FIELD, value, weights, tokens) or q.device.type == "cpu":
+        elif q.device.type == "cpu":
+            if value == "native":
+                runs_native(FIELD, value, weights, tokens)  # or raises, in the name of the field
             how = value  # what runs "chunk" on the CPU is decided there
         layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)
         o, *result = memory_chunkwise(
@@ -109,7 +106,7 @@ class TNTMemoryUnit(nn.Module):
             read=spec.read,
             layernorm=layernorm,
             implementation=how,
-            **self.options,
+            **self.network,
             **options,
         )
         return o, *result, *([] if options["output_surprise"] else [None])
