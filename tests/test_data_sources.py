@@ -358,11 +358,14 @@ def test_tokens_of_a_repository_are_never_stale(tmp_path, tokenizer, cache):
     assert texts_in(tokenizer, changed.train)[0] == "eins" and changed.state["data"] != first.state["data"]
 
 
-def test_a_call_of_the_tokenizer_does_not_change_its_digest(tokenizer):
+def test_a_call_of_the_tokenizer_does_not_change_its_digest():
+    tokenizer = train_tokenizer(["bytes"], 257)
     before = tokenizer_digest(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer(["a", "bcd"], padding=True, truncation=True, max_length=2)
     assert tokenizer_digest(tokenizer) == before
+    tokenizer.eos_token = "b"  # it ends documents and conversations
+    assert tokenizer_digest(tokenizer) != before
 
 
 def slow_write(folder):

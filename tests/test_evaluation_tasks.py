@@ -413,3 +413,9 @@ def test_speed_is_of_what_was_computed(monkeypatch):
 )
 def test_only_full_memory_is_taken_for_full_memory(said, full):
     assert is_exhaustion(RuntimeError(said)) is full and is_exhaustion(MemoryError(said))
+
+
+def test_a_document_without_a_prediction_is_not_counted():
+    rows = Rows.of([[1, 2, 3], [7], [4, 5]], 8, None)
+    losses = [torch.ones(len(x) - 1, dtype=torch.float64) for x in rows.ids]
+    assert perplexity_result(rows, losses)["documents"] == 2

@@ -504,6 +504,7 @@ BAD = [
     (lambda: LiZAConfig(weight=1.5), "weight=1.5"),
     (lambda: LiZAConfig(weight="0.5"), "weight='0.5'"),
     (lambda: inject(tiny_host("llama"), OPEN_LIZA, seed=True), "seed=True"),
+    (lambda: inject(tiny_host("llama", is_causal=False), OPEN_LIZA), "bidirectional"),
     (lambda: unload("llama"), "model='llama'"),
     (lambda: LiZAConfig(weight=float("nan")), "weight=nan"),
     (lambda: LiZAConfig(weight=True), "weight=True"),

@@ -353,3 +353,11 @@ def test_what_an_interrupted_call_leaves_is_not_gone_on_from(kind, config, past)
         model(tokens(1, 1), past_key_values=cache)
     unload(model)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_cache_beside_use_cache_false_is_refused():
+    """Its memory would read all tokens again with every new one."""
+    model, ids = inject(tiny_host("llama"), OPEN_LIZA), tokens(1, 6)
+    cache = model(ids, use_cache=True)[CACHE_NAME]
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(ids[:, :1], use_cache=False, **{CACHE_NAME: cache})

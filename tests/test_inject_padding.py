@@ -148,3 +148,30 @@ def test_a_closed_memory_leaves_positions_as_they_are():
     assert not any(memory.is_open() for memory in memories)
     get_peft_model(model, LoraConfig(r=2, target_modules=["gate.proj"]))  # which opens them as it learns
     assert all(memory.is_open() for memory in memories)
+
+
+@torch.no_grad()
+def test_a_window_in_blocks_scales_scores_as_the_host_does():
+    """A row that is long enough for blocks: granite's scores have a factor of their own."""
+    ids, config = tokens(1, 1200), LiZAConfig(weight=0.0, max_self_attn_length=64)
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 2048}
+    sdpa, eager = (inject(tiny_host("granite", attn=attn, **sizes), config) for attn in ("sdpa", "eager"))
+    found, expected = (logits(model, ids, use_cache=False) for model in (sdpa, eager))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # float32: other orders of 64 additions
+
+
+def test_documents_follow_the_first_row_of_positions():
+    model, packed = inject(exact_host("cohere_compass_text"), OPEN_LIZA), torch.tensor([[0, 1, 2, 0, 1]])
+    ids, other = tokens(1, 5), torch.cat([tokens(1, 3, seed=2), tokens(1, 5)[:, 3:]], 1)
+    rows = torch.stack([packed, *[torch.arange(5)[None]] * 3])
+    found, expected = (logits(model, x, position_ids=rows)[:, 3:] for x in (ids, other))
+    assert torch.equal(found, expected)
+
+
+def test_one_open_memory_is_enough_for_positions_without_padding():
+    model, rows = inject(exact_host(), OPEN_LIZA), [tokens(21), tokens(16, seed=2)]
+    model.model.layers[1].self_attn.memory.weight.zero_()
+    ids, mask = left_padded(rows)
+    found = logits(model, ids, attention_mask=mask, use_cache=False)
+    for row, logit, valid in zip(rows, found, mask.bool()):
+        torch.testing.assert_close(logit[valid], logits(model, row[None])[0], **CLOSE)

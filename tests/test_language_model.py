@@ -149,3 +149,9 @@ def test_what_is_none_is_itself_or_named():
         inject(t5, OPEN_TNT)
     with pytest.raises(ValueError, match="model: must be a transformers PreTrainedModel, not Linear"):
         language_model(torch.nn.Linear(2, 2))
+
+
+def test_how_it_generates_comes_along():
+    model = tiny_composite("llava")
+    model.generation_config.eos_token_id = 5
+    assert language_model(model).generation_config.eos_token_id == 5

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tnt_hf.conversion import linear_kernels
 from tnt_hf.conversion.linear_attention import feature_map, linear_attention
 from tnt_hf.memory_tnt import memory_chunkwise
 
@@ -400,3 +401,45 @@ def test_kernels_that_cannot_run_say_why(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="'fla'.*CUDA.*cpu.*bfloat16.*float64.*chunk_size=8.*300 features"):
         linear_attention(**make_inputs(K=300), implementation="fla", chunk_size=8)
+
+
+def published(erases, n, q, k, v, beta, gate, options):
+    """What flash-linear-attention documents of its kernels, by the recurrence."""
+    bounds, first, outputs, states = options["cu_seqlens"], options["initial_state"], [], []
+    rows = [(b, 0, q.shape[1]) for b in range(len(q))]
+    if bounds is not None:
+        rows = [(0, *bounds[i : i + 2].tolist()) for i in range(len(bounds) - 1)]
+    for i, (b, start, stop) in enumerate(rows):
+        parts = {"k": k, "v": v} | ({} if beta is None else {"beta": beta})
+        here = {name: x[b, start * n : stop * n].unflatten(0, (-1, n)).transpose(1, 2) for name, x in parts.items()}
+        here = here if erases else {name: x.squeeze(2) for name, x in here.items()}
+        here["q"] = q[b, start:stop]
+        if gate is not None:
+            here["decay"] = gate[b, start:stop].exp().to(q.dtype)
+        o, state = linear_attention(
+            **{name: x[None] for name, x in here.items()},
+            rule="delta_product" if erases else "linear",
+            implementation="recurrent",
+            initial_state=None if first is None else first[i : i + 1],
+            output_final_state=True,
+        )
+        outputs.append(o[0])
+        states.append(state[0])
+    return torch.stack(outputs) if bounds is None else torch.cat(outputs)[None], torch.stack(states)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_the_kernels_are_given_is_the_same_operator(rule, gated, packed, monkeypatch):
+    """Repeated for each query head, flat over writes, documents as `cu_seqlens`: only the kernels are replaced."""
+    monkeypatch.setattr(linear_kernels, "check_kernels", lambda q, chunk_size: None)
+    monkeypatch.setattr(linear_kernels, "_kernel", published)
+    gated = gated or rule == "gated_delta_rule"
+    x = make_inputs(rule, B=2, G=2, gated=gated and rule != "delta_rule", state=True)
+    rows = {"mask": torch.arange(12) < torch.tensor([[12], [9]])}
+    if packed:
+        rows["segment_ids"] = torch.tensor([[0] * 5 + [1] * 7, [3] * 4 + [4] * 2 + [5] * 6])
+    found, expected = (run(x, rule, implementation=form, **rows) for form in ("fla", "recurrent"))
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # gates pass through a logarithm in float32

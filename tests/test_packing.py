@@ -131,8 +131,9 @@ def test_rows_by_number_are_the_plan(tmp_path_factory, packing, whole, lengths, 
         cut = [(texts[x.document][x.start : x.stop], masks and masks[x.document][x.start : x.stop]) for x in row]
         expected = assemble(cut, row_length if packing else None, EOS)
         assert all(torch.equal(by_number[number][name], expected[name]) for name in expected)
-    with pytest.raises(IndexError):
-        by_number[len(plan)]
+    for number in (len(plan), -1):
+        with pytest.raises(IndexError):
+            by_number[number]
 
 
 @pytest.mark.parametrize("vocabulary, size", [(1 << 16, 2), ((1 << 16) + 1, 4)])

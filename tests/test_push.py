@@ -26,7 +26,7 @@ from tnt_hf.conversion import LiZAConfig, convert_checkpoint, get_tptt_model, in
 from tnt_hf.conversion.manifest import check_manifest
 from tnt_hf.recipes.model_card import is_generated
 from tnt_hf.recipes.model_folder import read_model
-from tnt_hf.recipes.push import main, push
+from tnt_hf.recipes.push import is_stale, main, push
 from tnt_hf.recipes.push_checks import check_secrets, files_to_push
 
 
@@ -420,3 +420,15 @@ def test_a_failure_in_the_middle_leaves_the_repository_as_it_was(run, hub, tmp_p
     error = capsys.readouterr().err
     assert "nothing was committed" in error and "no space left" in error
     assert hub.files("user/books") == before
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "a_tnt.py", "adapter_config.json"]
+)
+def test_what_an_earlier_push_left_is_taken_away(name):
+    assert is_stale(name)
+
+
+@pytest.mark.parametrize("name", ["onnx/model.safetensors", "code/a_tnt.py", "NOTES.md", "train.py"])
+def test_what_others_put_there_stays(name):
+    assert not is_stale(name)

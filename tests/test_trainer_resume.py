@@ -587,3 +587,9 @@ def test_training_goes_on_without_a_cache_after_a_save(tmp_path):
 
     trainer(tmp_path, more=[look := Look()], max_steps=2, save_steps=1).fit()
     assert look.used == [False, False]
+
+
+def test_no_epoch_is_evaluated_before_the_delay(tmp_path):
+    run = trainer(tmp_path, eval_strategy="epoch", eval_delay=2, max_steps=13)
+    run.fit()
+    assert [x["step"] for x in run.state.log_history if "eval_loss" in x] == [10, 13]
