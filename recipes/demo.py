@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from tnt_hf.command_line import parse_arguments
 from tnt_hf.conversion.files import write_json
 from tnt_hf.recipes.corpus import Corpus, read_corpus
 from tnt_hf.recipes.demo_conversion import (
@@ -69,7 +70,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--workers", type=int, metavar="N", help="training jobs at a time (default: one per core, at most 4)"
     )
     parser.add_argument("--corpus", type=Path, metavar="DIR", help="Python sources (default: the standard library)")
-    options = parser.parse_args(arguments)
+    options = parse_arguments(parser, arguments)
     options.only = [name for name in STUDENTS if name in (options.only or STUDENTS)]
     if options.workers is None:
         options.workers = min(4, cores())

@@ -17,6 +17,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
+from tnt_hf.command_line import parse_arguments
 from tnt_hf.settings import Integers
 
 
@@ -169,7 +170,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """`tnt eval`. Returns 0, or 1 where a task failed; mistakes in the input raise `ValueError` or `OSError`."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = build_parser().parse_args(arguments)
+    options = parse_arguments(build_parser(), arguments)
     _tasks(options.tasks)
     if missing := [name for name in ("matplotlib", "tqdm") if find_spec(name) is None]:
         raise ValueError(f"tnt eval needs {', '.join(missing)}: pip install 'tnt-hf[train]'")

@@ -13,6 +13,8 @@ import re
 import sys
 from pathlib import Path
 
+from tnt_hf.command_line import parse_arguments
+
 
 def push(
     folder: str | os.PathLike,
@@ -179,8 +181,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command. Returns the exit status: 0, or 2 for a mistake in the input."""
-    options = build_parser().parse_args(arguments)
     try:
+        options = parse_arguments(build_parser(), arguments)
         push(
             options.folder,
             options.repo,

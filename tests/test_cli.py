@@ -252,7 +252,7 @@ def test_info_says_that_it_reads_models(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["info", "--help"])
     usage = " ".join(capsys.readouterr().out.split())
-    assert "tnt info [-h]" in usage and " MODEL [FIELD=VALUE ...]" in usage and "CONFIG" not in usage
+    assert "tnt info [-h]" in usage and " [MODEL] [FIELD=VALUE ...]" in usage and "CONFIG" not in usage
 
 
 def test_fields_may_stand_after_options(capsys):
@@ -321,6 +321,69 @@ def test_generate_streams_the_models_own_continuation(model_folder, capsys):
     model = TNTForCausalLM.from_pretrained(model_folder).eval()
     expected = model.generate(input_ids, max_new_tokens=9, do_sample=False)[0, input_ids.shape[1] :]
     assert printed.replace(" ", "") == tokenizer.decode(expected).replace(" ", "")
+
+
+@pytest.fixture
+def settings_file(tmp_path):
+    """Writes a file for --config and returns its path."""
+
+    def write(settings) -> str:
+        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+        return str(tmp_path / "settings.yaml")
+
+    return write
+
+
+def test_arguments_from_a_file(model_folder, settings_file, capsys):
+    given = {"model": model_folder, "prompt": "-ab", "max_new_tokens": 9, "local_chunk_sizes": [1, 2], "seed": None}
+    command = ["generate", model_folder, "--prompt=-ab", "--local-chunk-sizes", "1", "2", "--max-new-tokens"]
+    for words, same in (
+        (["generate", "--config", settings_file(given)], [*command, "9"]),
+        (["generate", "--max-new-tokens", "3", f"--config={settings_file(given)}"], [*command, "3"]),  # it wins
+    ):
+        printed = []
+        for way in (words, same):
+            assert main(way) == 0
+            printed.append(capsys.readouterr().out)
+        assert printed[0] == printed[1]
+
+
+def test_every_command_reads_its_arguments_from_a_file(model_folder, settings_file, tmp_path, capsys):
+    fields = settings_file(FIELDS)
+    assert main(["info", "--config", fields, "hidden_size=64"]) == main(["info", fields, "hidden_size=64"]) == 0
+    first, second = capsys.readouterr().out.split("parameters  ")[1:]
+    assert first == second
+    for command, settings, said in (
+        ("verify", {"source": "nowhere", "output": model_folder, "json": model_folder}, "--json"),
+        ("eval", {"model": model_folder, "tasks": "cost", "context": [8], "output": "/proc/none"}, "/proc/none"),
+        ("push", {"folder": model_folder, "repo": "not a name"}, "not a name"),
+        ("demo", {"budget": 0, "only": ["lora", "hybrid"]}, "--budget 0"),
+        ("train", {"model": "nowhere/none", "mode": "nowhere"}, "mode"),
+    ):
+        assert main([command, "--config", settings_file(settings)]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["bench", "memory", "--config", settings_file({"rounds": 0, "out": str(tmp_path)})]) == 2
+    assert "rounds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"modle": "a"}, "modle='a': is not an argument of tnt generate; did you mean 'model'"),
+        ({"chat": "yes"}, "chat='yes': must be true or false"),
+        ({"prompt": ["a", "b"]}, "prompt=.*: must be a text or a number"),
+        ({"prompt": None}, "prompt=None: must be a text or a number"),
+        ({"local_chunk_sizes": []}, "local_chunk_sizes=.*: must be a text, a number or a list of them"),
+        ({"config": "other.yaml"}, "config='other.yaml': is not an argument"),
+        (["model"], "must hold a mapping, not list"),
+    ],
+    ids=str,
+)
+def test_what_a_file_of_arguments_cannot_say_is_named(settings_file, settings, message, capsys):
+    assert main(["generate", "--config", settings_file(settings)]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert main(["generate", "--config", "nowhere.yaml"]) == 2
+    assert "--config nowhere.yaml: is not a file" in capsys.readouterr().err
 
 
 def test_generate_answers_what_a_user_says(model_folder, tmp_path, capsys):

@@ -32,6 +32,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     from tnt_hf import __version__
+    from tnt_hf.command_line import add_config
     from tnt_hf.presets import PRESETS
     from tnt_hf.settings import Integers, accept_fields_after_options
 
@@ -41,18 +42,20 @@ def build_parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help="parameters, state bytes and FLOPs of a model or configuration")
     info.add_argument(
-        "config",
+        "model",
         metavar="MODEL",
+        nargs="?",
         help=f"folder, .json or .yaml file, recipe for a new model, Hub id, or {', '.join(PRESETS)}",
     )
     info.add_argument(
         "overrides", metavar="FIELD=VALUE", nargs="*", default=[], help="any field of TNTConfig, its value in YAML"
     )
+    info.add_argument("--config", metavar="FILE.yaml", help="in place of MODEL")
     info.add_argument("--context", type=int, metavar="TOKENS", help="default: max_position_embeddings")
     info.add_argument("--dtype", choices=DTYPES, help="model dtype (default: the configuration's, else float32)")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     accept_fields_after_options(info, "overrides")
-    info.set_defaults(run=run_info)
+    info.set_defaults(run=run_info, error=info.error)
 
     generate = commands.add_parser("generate", help="continue a prompt, printing as it goes")
     generate.add_argument("model", metavar="MODEL", help="folder or Hub id with weights and tokenizer")
@@ -69,10 +72,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the checkpoint's own")
     generate.add_argument("--device", help="default: cuda if available, otherwise cpu")
-    generate.set_defaults(run=run_generate, error=generate.error)
+    add_config(generate)
+    generate.set_defaults(run=run_generate)
 
     for name, text in DELEGATED.items():
         commands.add_parser(name, add_help=False, help=text).set_defaults(run=run_delegated)
+    parser.commands = commands.choices
     return parser
 
 
@@ -91,10 +96,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         parser = build_parser()
         check_command(parser, *arguments[:1])
+        if arguments[:1] == ["generate"]:
+            from tnt_hf.command_line import with_config
+
+            arguments = ["generate", *with_config(parser.commands["generate"], arguments[1:])]
         options, rest = parser.parse_known_args(arguments)
         name += f" {options.command}"
         if rest and options.command not in DELEGATED:
-            getattr(options, "error", parser.error)(f"unrecognized arguments: {' '.join(rest)}")
+            parser.commands[options.command].error(f"unrecognized arguments: {' '.join(rest)}")
         options.rest = arguments[1:]
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
@@ -228,7 +237,10 @@ def size_label(count: int) -> str:
 
 def run_info(options) -> None:
     """`tnt info`."""
-    config = load_config(options.config, options.overrides)
+    names = [x for x in (options.config, options.model) if x is not None]
+    if not names:
+        options.error("the following arguments are required: MODEL")
+    config = load_config(names[0], [*names[1:], *options.overrides])
     context = config.max_position_embeddings if options.context is None else options.context
     if context < 1:
         raise ValueError(f"--context {context}: must be at least 1 token")
@@ -327,7 +339,10 @@ def run_delegated(options) -> int | None:
     command = import_module(f"tnt_hf.conversion.{options.command}_command")
     parser = argparse.ArgumentParser(prog=f"tnt {options.command}", description=command.__doc__)
     command.add_arguments(parser)
-    return command.run(parser.parse_args(options.rest))
+    from tnt_hf.command_line import parse_arguments
+
+    own = options.command == "convert"  # its file also holds fields of the memory
+    return command.run(parser.parse_args(options.rest) if own else parse_arguments(parser, options.rest))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from tnt_hf.command_line import parse_arguments
 from tnt_hf.recipes.benchmarks.settings import SUITES, add_options, read_options
 
 
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         build_parser(None).parse_args(arguments)
     if name != "plot" and name not in SUITES:
         raise ValueError(f"suite {name!r}: must be one of {', '.join(SUITES)}")
-    options = build_parser(name).parse_args(arguments[1:])
+    options = parse_arguments(build_parser(name), arguments[1:])
     if missing := [package for package in ("matplotlib", "tqdm") if find_spec(package) is None]:
         raise ValueError(f"tnt bench needs {', '.join(missing)}: pip install 'tnt-hf[train]'")
     if name == "plot":
