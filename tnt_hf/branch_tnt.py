@@ -117,7 +117,6 @@ class TNTMemory(nn.Module):
         mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         output_surprise: bool = False,
-        clock: Clock | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
@@ -126,7 +125,6 @@ class TNTMemory(nn.Module):
                 `qk_norm`), with shared projections.
             layout: of the state, `StateLayout.of(config)` by default.
             mask: `[B, T]` bool, `False` = absent. segment_ids: `[B, T]` int, a change starts a new document.
-            clock: of one token after the cached ones, if it is known.
 
         Returns:
             m `[B, T, Q]` in the dtype of `hidden_states` and the surprise `[B, T]` or `None`.
@@ -141,7 +139,7 @@ class TNTMemory(nn.Module):
         T = hidden_states.shape[1]
         few = T == 1 or not torch.compiler.is_compiling() and T <= FEW_TOKENS  # in graphs it would be a guard on T
         if few and segment_ids is None and self._steps_in_place(state, dtype):
-            found = self._step(hidden_states, shared, convs, layout, state, mask, clock, output_surprise)
+            found = self._step(hidden_states, shared, convs, layout, state, mask, output_surprise)
             if found is not None:
                 return found
         tail = None if state is None else state.conv
@@ -200,7 +198,7 @@ class TNTMemory(nn.Module):
                     return False
         return torch.compiler.is_compiling() or state.is_writable(dtype)
 
-    def _step(self, hidden_states, shared, convs, layout, state, mask, clock, output_surprise):
+    def _step(self, hidden_states, shared, convs, layout, state, mask, output_surprise):
         """`forward` after `state`, which is overwritten, of one token; of more in C, or `None` where it cannot run."""
         (B, T), H, D = hidden_states.shape[:2], self.channels[1] // self.head_dim, self.head_dim
         value, dtype = self.config.memory_implementation, state.memories[0].weights[0].dtype
@@ -226,7 +224,7 @@ class TNTMemory(nn.Module):
             o, surprise = step(self, native, x, tokens, state, mask, output_surprise)
             return cast(o.flatten(-2), hidden_states.dtype), None if surprise is None else surprise.mean(2)
         here = None if mask is None else mask[:, 0]
-        clock = Clock.of(state.time, here) if clock is None else clock
+        clock = Clock.of(state.time, here)
         with full_precision(hidden_states.device):
             q, k, v = memory_token(shared, self.channels, D, self.feature_map, self.value_norm)
             present = None

@@ -64,7 +64,7 @@ from .convolution_tnt import TNTCausalConv
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
 from .masks_tnt import build_masks, default_positions, document_ids
 from .precision_tnt import cast, rounded, wide
-from .state_tnt import StateLayout, one_token_clock
+from .state_tnt import StateLayout
 from .unit_tnt import TNTInitialWeights, TNTMemoryUnit
 from .window_tnt import Window, window_attention
 
@@ -616,7 +616,6 @@ class TNTModel(TNTPreTrainedModel):
             "mask": masks.get("memory"),
             "segment_ids": segment_ids,
             "output_surprise": output_surprise,
-            "clock": one_token_clock(cache, layout, masks.get("memory")) if T == 1 else None,
         }
 
         hidden_states = inputs_embeds

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from .configuration_tnt import MemorySpec, TNTConfig
-from .step_tnt import Clock, MemoryState
+from .step_tnt import MemoryState
 
 
 LAYOUT_FIELDS = (
@@ -145,14 +145,3 @@ def _assign(old: Tensor, new: Tensor) -> Tensor:
         in_place = not old.is_inference() or torch.is_inference_mode_enabled()
     # A copy, for a state that nothing was written to yet may be the model's own W_init.
     return old.copy_(new) if in_place else new.clone()
-
-
-def one_token_clock(cache: Cache | None, layout: StateLayout, valid: Tensor | None) -> Clock | None:
-    """The clock of one token after `cache`, read once for all layers; `valid` `[B, 1]` bool."""
-    if cache is None or torch.compiler.is_compiling() or not layout.layers:
-        return None
-    if not cache.layers[layout.layers[0]].has_previous_state[0]:
-        return None
-    # A copy: the first layer advances its own in place before the others have looked at the clock.
-    time = cache.layers[layout.layers[0]].recurrent_states[layout.slots - 1].clone()
-    return Clock.of(time, None if valid is None else valid[:, 0])
