@@ -43,20 +43,20 @@ VERSIONS = re.compile(r"### Framework versions\s*(- .*\s*)*\Z")
 # ------------------------------------------------------------------------------------------------------------ the card
 
 
-def model_card(folder: str | os.PathLike, name: str, *, license: str | None = None) -> str:
+def model_card(folder: str | os.PathLike | Model, name: str, *, license: str | None = None) -> str:
     """
     The complete README.md of a folder.
 
     Args:
-        folder: a saved TNT model, a model with an injected memory, or an adapter.
+        folder: a saved TNT model, a model with an injected memory, or an adapter; or what [`read_model`] says of it.
         name: of the model in the card: its Hub id, or the folder's name.
         license: as the Hub calls it; by default what the folder's card, or that of what it was made from, says.
 
     Raises:
         ValueError, OSError: see [`read_model`].
     """
-    model = read_model(folder)
-    with reading(f"{folder}: training.json, {MANIFEST} or its evaluation"):
+    model = folder if isinstance(folder, Model) else read_model(folder)
+    with reading(f"{model.folder}: training.json, {MANIFEST} or its evaluation"):
         return _model_card(model, name, license)
 
 
@@ -91,13 +91,20 @@ def sections(card: str) -> dict[str, str]:
     return dict(zip(["", *pieces[1::2]], pieces[::2]))
 
 
-def write_card(folder: str | os.PathLike, name: str, *, regenerate: bool = False, license: str | None = None) -> bool:
+def write_card(
+    folder: str | os.PathLike,
+    name: str,
+    *,
+    regenerate: bool = False,
+    license: str | None = None,
+    card: str | None = None,
+) -> bool:
     """
     Write or update README.md of a folder; one that somebody wrote or edited stays.
 
     Args:
         regenerate: replace that one, too; it is kept as `README.previous….md`.
-        license: see [`model_card`].
+        license: see [`model_card`]. card: what that has made already, which takes a look at all weights.
 
     Returns:
         Whether the folder now has the generated card.
@@ -108,7 +115,7 @@ def write_card(folder: str | os.PathLike, name: str, *, regenerate: bool = False
     if not mine and not regenerate:
         return False
     new = folder / f".README.md.{os.getpid()}"
-    new.write_text(model_card(folder, name, license=license), encoding="utf-8")
+    new.write_text(model_card(folder, name, license=license) if card is None else card, encoding="utf-8")
     if not mine:
         kept = (folder / f"README.previous{n or ''}.md" for n in count())
         os.replace(path, next(name for name in kept if not name.exists()))

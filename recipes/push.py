@@ -85,14 +85,15 @@ def push(
         notes.append("README.md: edited by hand, kept as it is (--regenerate-card replaces it)")
         text = card.read_bytes()
     else:
-        text = model_card(folder, repo, license=license).encode()
+        text = model_card(model, repo, license=license).encode()
         if "license" not in yaml.safe_load(text.split(b"---\n", 2)[1]):
             notes.append("README.md: says no licence, and neither does what the model was made from (--license ID)")
     check_secrets(card.name, text)
     if not dry_run and not get_token():
         raise PermissionError("no token: run `hf auth login`, or set HF_TOKEN to a token with write access")
     if not dry_run:
-        write_card(folder, repo, regenerate=regenerate_card, license=license)
+        if not edited or regenerate_card:
+            write_card(folder, repo, regenerate=regenerate_card, card=text.decode())
         if MANIFEST in files:
             add_digests(model.folder)
     contents: dict[str, bytes | Path] = {name: public_json(name, path) or path for name, path in files.items()}
