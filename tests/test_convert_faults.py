@@ -152,7 +152,7 @@ def test_a_damaged_config(tmp_path, source, text):
         ({"local_chunk_sizes": [0]}, "local_chunk_sizes"),
         ({"link": "symlink"}, "link='symlink'"),
         ({"full_attention_layers": [1]}, "full_attention_layers=[1]: TNTConfig has no such field"),
-        ({"source_config": 1}, "source_config=1: is not a field"),
+        ({"source_config": 1}, "source_config=1: TNTConfig has no such field"),
         ({"link": "link", "dtype": "bfloat16"}, "needs shards of its own"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"seed": -1}, "seed=-1"),
