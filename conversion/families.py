@@ -126,7 +126,7 @@ SETTABLE = frozenset({
     "allow_memory_gap", "global_chunk_size", "global_read", "local_chunk_sizes", "local_reset_interval",
     "memory_layers", "omega_window", "qk_projection", "qk_projection_norm",
 })  # fmt: skip
-# The start with the best conversions in our study: a linear memory behind a closed gate, at a rate that needs no bound.
+# The start with the best conversions in our study: a linear memory behind a closed gate; its rate needs no bound.
 DEFAULTS = {
     "memory_depth": 1, "memory_residual": False, "memory_projections": "own", "memory_feature_map": "identity",
     "memory_value_norm": True, "memory_gate": "add", "qk_projection": "none", "local_chunk_sizes": [16],

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import torch
 from tiny import tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.recipes.data import train_tokenizer
 
 
@@ -95,3 +98,15 @@ def leave_behind(folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
+
+
+def save_letters(folder: Path, **fields) -> str:
+    """A tiny model of these fields with a tokenizer of one token per letter; its name."""
+    letters = {letter: index for index, letter in enumerate(["<unk>", *"abcdefghijklmnopqrstuvwxyz "])}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = TNTConfig(**fields | {"vocab_size": len(letters), "initializer_range": 0.3, "eos_token_id": None})
+    TNTForCausalLM(config).save_pretrained(folder)
+    return str(folder)

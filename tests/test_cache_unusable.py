@@ -263,3 +263,37 @@ def test_a_cache_that_starts_over_behind_padding_serves_compiled_calls(kind, win
         if kind == "TNTCache":  # nothing but what was read since then counts
             model(ids[:, :2], past_key_values=cache)
     torch._dynamo.reset()
+
+
+def test_an_interrupted_call_without_memory_is_not_gone_on_from():
+    model = tiny_model(memory_layers=[])
+    cache = TNTCache(model.config)
+    broken = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens(1, 5), past_key_values=cache)
+    broken.remove()
+    with pytest.raises(ValueError, match="broke off"):
+        model(tokens(1, 5), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_mask_that_contradicts_is_refused_behind_a_token_too():
+    model, ids = tiny_model(), tokens(1, 13)
+    cache, mask = TNTCache(model.config), torch.ones_like(ids)
+    model(ids[:, :9], attention_mask=mask[:, :9], past_key_values=cache)
+    model(ids[:, 9:10], attention_mask=mask[:, :10], past_key_values=cache)
+    mask[0, 2] = 0
+    with pytest.raises(ValueError, match="but the memory has read"):
+        model(ids[:, 10:], attention_mask=mask, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_library_cache_starts_over_without_its_padding():
+    model, ids = tiny_model(memory_layers=[]), tokens(1, 9)
+    cache, mask = DynamicCache(config=model.config), torch.ones_like(ids)
+    mask[0, 0] = 0
+    model(ids, attention_mask=mask, past_key_values=cache)
+    cache.reset()
+    for part in (ids[:, :5], ids[:, 5:]):
+        logits = model(part, past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(ids).logits[:, 5:], rtol=0, atol=1e-12)

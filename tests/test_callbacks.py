@@ -464,3 +464,48 @@ def test_sizes_need_memories():
     for change in (lambda: model.set_local_chunk_sizes([1]), lambda: ChunkSizeSchedule({0: [1]}).check(model)):
         with pytest.raises(ValueError, match="ha[sve]+ no local memories"):
             change()
+
+
+def test_the_share_is_that_of_the_steps_it_names():
+    callback = WindowDropout(0.5, seed=1)
+    assert [callback.share(step, step + 1) for step in range(20)] == list(map(callback.narrows, range(20)))
+
+
+def test_a_window_that_was_narrowed_before_stays_noted():
+    model = tiny_model(sliding_window=16)
+    model.set_sliding_window(8)
+    narrow_window(model)()
+    assert model.config.window_narrowed and model.config.sliding_window == 8
+
+
+def test_the_share_of_a_mix_is_of_its_two_parts():
+    model = tiny_model(memory_gate="mix", memory_gate_init=0.25)
+    loud = torch.randn(1, 24, TINY["hidden_size"], dtype=torch.float64)
+    model.model.layers[0].memory.gate.register_forward_pre_hook(lambda _, args: (loud, loud, args[2]))
+    assert memory_statistics(model, row())["memory/share/layer_0"] == pytest.approx(0.25, rel=1e-5)
+
+
+def test_the_change_of_fast_weights_is_relative_to_where_they_start():
+    model = tiny_model(memory_depth=2)
+    read, cache = memory_statistics(model, row()), TNTCache(model.config)
+    with torch.no_grad():
+        model(**row(), past_key_values=cache)
+    state = LayerState.read(cache, 0, StateLayout.of(model.config))
+
+    def norm(weights):
+        return torch.stack([x.flatten(2).pow(2).sum(-1) for x in weights]).sum(0).sqrt()
+
+    changes = []
+    for memory, unit in zip(state.memories, model.model.layers[0].memory.memories):
+        start = [x.detach()[None] for x in unit.weights]
+        changes.append((norm([now - before for now, before in zip(memory.weights, start)]) / norm(start)).mean())
+    assert read["memory/fast_weight_change/layer_0"] == pytest.approx(torch.stack(changes).mean().item(), rel=1e-5)
+
+
+def test_a_change_has_a_unit_only_where_every_head_has_one():
+    model = tiny_model(memory_depth=2)
+    for unit in model.model.layers[0].memory.memories:
+        for weight in unit.weights:
+            weight.data[0] = 0
+    read = memory_statistics(model, row())
+    assert "memory/fast_weight_change/layer_0" not in read and "memory/fast_weight_change/layer_1" in read

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
+from model_folders import save_letters
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
@@ -301,16 +301,7 @@ def test_help_is_immediate_and_loads_no_torch():
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A tiny model with a tokenizer of one token per letter."""
-    folder = str(tmp_path_factory.mktemp("model"))
-    letters = {letter: index for index, letter in enumerate(["<unk>", *"abcdefghijklmnopqrstuvwxyz "])}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
-    config = TNTConfig(**FIELDS | {"vocab_size": len(letters), "initializer_range": 0.3, "eos_token_id": None})
-    torch.manual_seed(0)
-    TNTForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_letters(tmp_path_factory.mktemp("model"), **FIELDS)
 
 
 def test_generate_streams_the_models_own_continuation(model_folder, capsys):
@@ -321,69 +312,6 @@ def test_generate_streams_the_models_own_continuation(model_folder, capsys):
     model = TNTForCausalLM.from_pretrained(model_folder).eval()
     expected = model.generate(input_ids, max_new_tokens=9, do_sample=False)[0, input_ids.shape[1] :]
     assert printed.replace(" ", "") == tokenizer.decode(expected).replace(" ", "")
-
-
-@pytest.fixture
-def settings_file(tmp_path):
-    """Writes a file for --config and returns its path."""
-
-    def write(settings) -> str:
-        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
-        return str(tmp_path / "settings.yaml")
-
-    return write
-
-
-def test_arguments_from_a_file(model_folder, settings_file, capsys):
-    given = {"model": model_folder, "prompt": "-ab", "max_new_tokens": 9, "local_chunk_sizes": [1, 2], "seed": None}
-    command = ["generate", model_folder, "--prompt=-ab", "--local-chunk-sizes", "1", "2", "--max-new-tokens"]
-    for words, same in (
-        (["generate", "--config", settings_file(given)], [*command, "9"]),
-        (["generate", "--max-new-tokens", "3", f"--config={settings_file(given)}"], [*command, "3"]),  # it wins
-    ):
-        printed = []
-        for way in (words, same):
-            assert main(way) == 0
-            printed.append(capsys.readouterr().out)
-        assert printed[0] == printed[1]
-
-
-def test_every_command_reads_its_arguments_from_a_file(model_folder, settings_file, tmp_path, capsys):
-    fields = settings_file(FIELDS)
-    assert main(["info", "--config", fields, "hidden_size=64"]) == main(["info", fields, "hidden_size=64"]) == 0
-    first, second = capsys.readouterr().out.split("parameters  ")[1:]
-    assert first == second
-    for command, settings, said in (
-        ("verify", {"source": "nowhere", "output": model_folder, "json": model_folder}, "--json"),
-        ("eval", {"model": model_folder, "tasks": "cost", "context": [8], "output": "/proc/none"}, "/proc/none"),
-        ("push", {"folder": model_folder, "repo": "not a name"}, "not a name"),
-        ("demo", {"budget": 0, "only": ["lora", "hybrid"]}, "--budget 0"),
-        ("train", {"model": "nowhere/none", "mode": "nowhere"}, "mode"),
-    ):
-        assert main([command, "--config", settings_file(settings)]) == 2
-        assert said in capsys.readouterr().err
-    assert main(["bench", "memory", "--config", settings_file({"rounds": 0, "out": str(tmp_path)})]) == 2
-    assert "rounds" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"modle": "a"}, "modle='a': is not an argument of tnt generate; did you mean 'model'"),
-        ({"chat": "yes"}, "chat='yes': must be true or false"),
-        ({"prompt": ["a", "b"]}, "prompt=.*: must be a text or a number"),
-        ({"prompt": None}, "prompt=None: must be a text or a number"),
-        ({"local_chunk_sizes": []}, "local_chunk_sizes=.*: must be a text, a number or a list of them"),
-        ({"config": "other.yaml"}, "config='other.yaml': is not an argument"),
-        (["model"], "must hold a mapping, not list"),
-    ],
-    ids=str,
-)
-def test_what_a_file_of_arguments_cannot_say_is_named(settings_file, settings, message, capsys):
-    assert main(["generate", "--config", settings_file(settings)]) == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert main(["generate", "--config", "nowhere.yaml"]) == 2
-    assert "--config nowhere.yaml: is not a file" in capsys.readouterr().err
 
 
 def test_generate_answers_what_a_user_says(model_folder, tmp_path, capsys):
@@ -401,6 +329,14 @@ def test_generate_answers_what_a_user_says(model_folder, tmp_path, capsys):
     for prompt in ("hi", "user says hi model says "):
         assert main(["generate", model_folder, "--prompt", prompt, "--max-new-tokens", "9"]) == 0
     assert answers == capsys.readouterr().out
+
+
+def test_generate_samples_from_the_share_it_is_given(model_folder, capsys):
+    prompt, said = ["generate", model_folder, "--prompt", "ab", "--max-new-tokens", "8"], []
+    for options in ([], ["--temperature", "1", "--top-p", "1e-6"], ["--temperature", "1"]):
+        assert main([*prompt, *options]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
 
 
 def test_generate_samples_by_seed_and_sets_chunk_sizes(model_folder, capsys):

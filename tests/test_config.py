@@ -404,3 +404,45 @@ def test_a_misspelt_field_is_named(tmp_path, recwarn):
     assert not [w for w in recwarn if "no field" in str(w.message)]
     with pytest.warns(UserWarning, match="TNTConfig.local_chunk_size: no field.*'local_chunk_sizes'"):
         TNTConfig(local_chunk_size=[8])
+
+
+def test_flops_of_an_output_gate_and_of_persistent_keys():
+    changes = ({}, {"attention_output_gate": True}, {"num_persistent_tokens": 3})
+    plain, gated, persistent = (flops_per_token(tiny_config(**x), 1000) for x in changes)
+    assert gated["base"] - plain["base"] == 2 * (2 * 32 * 32)
+    assert persistent["attention"] - plain["attention"] == 2 * (4 * 32 * 3)
+
+
+def test_flops_of_a_deep_memory_have_no_gradient_of_keys():
+    kind = {"num_hidden_layers": 1, "memory_feature_map": "quadratic", "qk_projection": "none"}
+    deep, linear = tiny_config(**kind, memory_depth=2, memory_expansion=3), tiny_config(**kind, memory_depth=1)
+    first, last = (a * b for a, b in deep.memory_weight_shapes)
+    [one] = (a * b for a, b in linear.memory_weight_shapes)
+
+    def of(weights, first):  # three memories of two heads, which four query heads read
+        return 3 * (2 * (6 * weights - 2 * first) + 2 * 4 * weights)
+
+    found = flops_per_token(deep, 1000)["memory"] - flops_per_token(linear, 1000)["memory"]
+    assert first != last and found == of(first + last, first) - of(one, one)
+
+
+def test_flops_of_the_projection_are_those_of_its_keys():
+    sizes = {"num_hidden_layers": 1, "memory_depth": 1, "memory_feature_map": "quadratic"}
+    with_M, without = (
+        flops_per_token(tiny_config(**sizes, qk_projection=x), 1000)["memory"] for x in ("shard", "none")
+    )
+    K, H, n, count = 36, 2, 4, len(tiny_config(**sizes).memory_projection_intervals)
+    assert with_M - without == count * (4 * H * K * K + 2 * n * K * K)
+
+
+def test_flops_of_projections_gates_and_variants():
+    def memory(**changes):
+        return flops_per_token(tiny_config(**changes), 1000)["memory"]
+
+    plain = {"memory_feature_map": "identity", "memory_conv_kernel": 0}
+    own, shared = (memory(memory_projections=x, **plain) for x in ("own", "shared"))
+    assert own - shared == 2 * (2 * 32 * (32 + 2 * 16))
+    wide = {"head_dim": 16, "memory_num_heads": 2}  # heads are wider than the model together
+    assert memory(memory_gate="product", **wide) - memory(memory_gate="mix", **wide) == 2 * (2 * 64 * 64)
+    mag, mal, lmm = (memory(variant=x, **wide) for x in ("mag", "mal", "lmm"))
+    assert mal - mag == lmm - mag == 2 * (2 * 64 * 32)

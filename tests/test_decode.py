@@ -12,7 +12,7 @@ import torch
 from tiny import MODES, tiny_config, tiny_model, tokens
 from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import DynamicCache, LlamaConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from tnt_hf import TNTCache, TNTForCausalLM
 from tnt_hf.masks_tnt import build_masks
@@ -418,3 +418,25 @@ def test_the_gradient_bound_of_a_model_may_change(tmp_path):
         lambda x: x.generate(ids, max_new_tokens=5, output_logits=True, return_dict_in_generate=True).logits[-1],
     ):
         assert torch.equal(read(model), read(loaded))
+
+
+def test_beams_that_end_are_not_padding():
+    model, ids = tiny_model(), tokens(2, 8)
+    options = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3}
+    end = model.generate(ids, **options)[0, 11].item()
+    options |= {"eos_token_id": end, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, **options, use_cache=False))
+
+
+class EndsFirst(StoppingCriteria):
+    """The first of two rows ends after two tokens."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([input_ids.shape[1] >= 10, input_ids.shape[1] >= 20])
+
+
+def test_rows_that_end_without_an_end_token_get_no_padding():
+    model, ids = tiny_model(), tokens(2, 8)
+    alone = model.generate(ids, max_new_tokens=12, do_sample=False)
+    ends = StoppingCriteriaList([EndsFirst()])
+    assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, stopping_criteria=ends), alone)

@@ -1,0 +1,94 @@
+"""Values that people write into files and on command lines, and `--config` of every command."""
+
+import re
+
+import pytest
+import yaml
+from model_folders import save_letters
+
+from tnt_hf.cli import main
+from tnt_hf.settings import parse_yaml
+
+
+FIELDS = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
+    "sliding_window": 8, "global_chunk_size": 8, "local_chunk_sizes": [2, 4], "local_reset_interval": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_letters(tmp_path_factory.mktemp("model"), **FIELDS)
+
+
+def test_numbers_with_an_exponent_are_numbers():
+    for text in ("1e-6", "-1e-6", "+2e3", ".5e3", "-.5e3", "1.e3"):
+        assert parse_yaml(text) == float(text)
+
+
+def test_what_is_nested_too_deeply_is_no_yaml():
+    with pytest.raises(ValueError, match="is not valid YAML"):
+        parse_yaml("[" * 5000)
+
+
+@pytest.fixture
+def settings_file(tmp_path):
+    """Writes a file for --config and returns its path."""
+
+    def write(settings) -> str:
+        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+        return str(tmp_path / "settings.yaml")
+
+    return write
+
+
+def test_arguments_from_a_file(model_folder, settings_file, capsys):
+    given = {"model": model_folder, "prompt": "-ab", "max_new_tokens": 9, "local_chunk_sizes": [1, 2], "seed": None}
+    command = ["generate", model_folder, "--prompt=-ab", "--local-chunk-sizes", "1", "2", "--max-new-tokens"]
+    for words, same in (
+        (["generate", "--config", settings_file(given)], [*command, "9"]),
+        (["generate", "--max-new-tokens", "3", f"--config={settings_file(given)}"], [*command, "3"]),  # it wins
+    ):
+        printed = []
+        for way in (words, same):
+            assert main(way) == 0
+            printed.append(capsys.readouterr().out)
+        assert printed[0] == printed[1]
+
+
+def test_every_command_reads_its_arguments_from_a_file(model_folder, settings_file, tmp_path, capsys):
+    fields = settings_file(FIELDS)
+    assert main(["info", "--config", fields, "hidden_size=64"]) == main(["info", fields, "hidden_size=64"]) == 0
+    first, second = capsys.readouterr().out.split("parameters  ")[1:]
+    assert first == second
+    for command, settings, said in (
+        ("verify", {"source": "nowhere", "output": model_folder, "json": model_folder}, "--json"),
+        ("eval", {"model": model_folder, "tasks": "cost", "context": [8], "output": "/proc/none"}, "/proc/none"),
+        ("push", {"folder": model_folder, "repo": "not a name"}, "not a name"),
+        ("demo", {"budget": 0, "only": ["lora", "hybrid"]}, "--budget 0"),
+        ("train", {"model": "nowhere/none", "mode": "nowhere"}, "mode"),
+    ):
+        assert main([command, "--config", settings_file(settings)]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["bench", "memory", "--config", settings_file({"rounds": 0, "out": str(tmp_path)})]) == 2
+    assert "rounds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"modle": "a"}, "modle='a': is not an argument of tnt generate; did you mean 'model'"),
+        ({"chat": "yes"}, "chat='yes': must be true or false"),
+        ({"prompt": ["a", "b"]}, "prompt=.*: must be a text or a number"),
+        ({"prompt": None}, "prompt=None: must be a text or a number"),
+        ({"local_chunk_sizes": []}, "local_chunk_sizes=.*: must be a text, a number or a list of them"),
+        ({"config": "other.yaml"}, "config='other.yaml': is not an argument"),
+        (["model"], "must hold a mapping, not list"),
+    ],
+    ids=str,
+)
+def test_what_a_file_of_arguments_cannot_say_is_named(settings_file, settings, message, capsys):
+    assert main(["generate", "--config", settings_file(settings)]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert main(["generate", "--config", "nowhere.yaml"]) == 2
+    assert "--config nowhere.yaml: is not a file" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""What single fields and methods of a model do where no other test would notice."""
+
+import pytest
+import torch
+from tiny import TINY, tiny_config, tiny_model, tokens
+
+from tnt_hf.modeling_tnt import TNTForTokenClassification
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_drops_in_training_only(implementation):
+    model, ids = tiny_model(attention_dropout=0.5, attn_implementation=implementation), tokens(1, 12)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, tiny_model(attn_implementation=implementation)(ids).logits)
+        model.train()
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_the_window_stays_where_layers_without_attention_name_it():
+    model = tiny_model(variant="lmm", memory_layers=[0])
+    model.set_sliding_window(None)
+    assert model.config.layer_types[1] == "full_attention" and model.config.sliding_window == TINY["sliding_window"]
+
+
+def test_a_window_where_none_was_is_narrower_whatever_its_size():
+    model = tiny_model(layer_types=["full_attention"] * 2)
+    model.set_sliding_window(TINY["sliding_window"])
+    assert model.config.window_narrowed
+
+
+def test_a_padding_token_is_below_the_vocabulary():
+    with pytest.raises(ValueError, match="must be below vocab_size"):
+        tiny_model(pad_token_id=TINY["vocab_size"])
+
+
+def test_masks_of_ones_own_are_refused():
+    with pytest.raises(ValueError, match="create_masks_for_generate"):
+        tiny_model()(tokens(1, 9), attention_mask={"full_attention": None})
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 5)])
+def test_a_call_without_a_token_is_named(shape):
+    with pytest.raises(ValueError, match=rf"input_ids has the shape \[{shape[0]}, {shape[1]}\]: it must hold a token"):
+        tiny_model()(torch.zeros(shape, dtype=torch.long))
+
+
+def test_the_head_of_tokens_has_the_dropout_of_its_configuration():
+    assert TNTForTokenClassification(tiny_config()).dropout.p == 0.1
+    for p in (0.0, 0.3):
+        assert TNTForTokenClassification(tiny_config(classifier_dropout=p)).dropout.p == p
