@@ -53,7 +53,8 @@ def text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{int(value):,}" if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
+        whole = value.is_integer() or abs(value) >= 1000
+        return f"{round(value):,}" if whole and abs(value) < 1e15 else f"{value:.4g}"
     if isinstance(value, Mapping) and "median" in value:
         spread = f" ({text(value['min'])} to {text(value['max'])})" if {"min", "max"} <= value.keys() else ""
         return text(value["median"]) + spread

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -422,3 +423,22 @@ def test_a_damaged_folder_gets_no_card(run, tmp_path, break_it, message):
     with pytest.raises((ValueError, OSError), match=re.escape(message)):
         write_card(folder, "books")
     assert not (folder / "README.md").exists()
+
+
+def test_the_card_that_is_shown_is_as_it_was_generated():
+    """Of what `tnt_debug/stage2` and `tnt eval` left; its figures are those of the results beside it."""
+    folder = Path(__file__).parents[1] / "model_cards" / "tnt_debug"
+    card = (folder / "README.md").read_text()
+    parts = sections(card)
+    assert is_generated(card) and list(parts) == [*ALL[:3], "Where it comes from", *ALL[3:]]
+    training, evaluation = (
+        json.loads((folder / x).read_text()) for x in ("training.json", "evaluation/evaluation.json")
+    )
+    assert f"| perplexity at the end | {text(training['metrics']['perplexity'])} |" in parts["Training"]
+    assert f"Perplexity **{evaluation['perplexity']['overall']:.2f}**" in parts["Results"]
+    for name, row in evaluation["ablations"].items():
+        assert f"| {name} | {text(row['perplexity'])} |" in parts["Results"]
+    for found in (training, evaluation):
+        assert found["environment"]["commit"] in parts["Training"] and not found["environment"]["uncommitted_changes"]
+    for picture in re.findall(r"\]\(([\w/]+\.png)\)", card):
+        assert (folder / picture).is_file()
