@@ -51,6 +51,8 @@ def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[
     try:
         with naming("source", model.source):
             target.parent.mkdir(parents=True, exist_ok=True)
+            if not there and target.is_dir() and any(target.iterdir()):  # another run was faster
+                return convert_once(model, target, seed, say)
             write_json(record, {"begun": wanted})  # equal to nothing: a kill may leave the old one
             convert_checkpoint(model.source, target, progress=False, say=say, overwrite=there, **arguments)
             write_json(record, wanted)

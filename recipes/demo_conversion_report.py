@@ -112,7 +112,6 @@ def job_facts(job: dict) -> dict:
 def draw(output: Path, results: dict) -> list[str]:
     """Draws conversion.png, held-out perplexity by position, and loss.png, the trainings, of what results.json holds.
     Returns their names."""
-
     figure, axes = subplots(figsize=(7.5, 4.5))
     plan, size = results["plan"], results["curves"]["tokens_per_point"]
     for name, means in results["curves"]["perplexity"].items():

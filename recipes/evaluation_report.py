@@ -158,7 +158,6 @@ def _cell(value: Any) -> str:
 
 
 def _picture(draw: Callable, section: Any, path: Path) -> None:
-
     figure, axes = subplots(figsize=(7, 4))
     draw(axes, section)
     finish(figure, path, axes)

@@ -146,6 +146,7 @@ ARROWS = {
         "step_tnt",
     },
     "branch_tnt": {
+        "inputs_tnt",
         "native_step_tnt",
         "compiler_tnt",
         "cache_name_tnt",

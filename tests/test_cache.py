@@ -433,7 +433,7 @@ def test_positions_and_documents_cover_the_call():
             model(ids, position_ids=torch.zeros(shape, dtype=torch.long))
     for ends in ([4, 9], [0, 4, 8], [0, 4, 12], [0, 6, 4, 9], [[0, 4, 9]], []):
         for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-            with pytest.raises(ValueError, match=r"cu_seq_lens_q=\[.*must rise from 0 to the 9 tokens"):
+            with pytest.raises(ValueError, match=rf"{name}=\[.*must rise from 0 to the 9 tokens"):
                 model(ids, **{name: torch.tensor(ends, dtype=torch.int32)})
     with torch.no_grad():
         alone = torch.cat([model(ids[:, :4]).logits, model(ids[:, 4:]).logits], 1)

@@ -36,21 +36,22 @@ def settings_file(tmp_path):
     """Writes a file for --config and returns its path."""
 
     def write(settings) -> str:
-        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
         return str(tmp_path / "settings.yaml")
 
     return write
 
 
 def test_arguments_from_a_file(model_folder, settings_file, capsys):
-    given = {"model": model_folder, "prompt": "-ab", "max_new_tokens": 9, "local_chunk_sizes": [1, 2], "seed": None}
+    given = {"model": model_folder, "prompt": "-ab", "max_new_tokens": 9, "seed": None, "local_chunk_sizes": [1, 2]}
     command = ["generate", model_folder, "--prompt=-ab", "--local-chunk-sizes", "1", "2", "--max-new-tokens"]
-    for words, same in (
-        (["generate", "--config", settings_file(given)], [*command, "9"]),
-        (["generate", "--max-new-tokens", "3", f"--config={settings_file(given)}"], [*command, "3"]),  # it wins
+    for more, words, tokens in (
+        ({}, [], "9"),
+        ({}, ["--max-new-tokens", "3"], "3"),  # the command line wins
+        ({"model": "other"}, [model_folder], "9"),
     ):
         printed = []
-        for way in (words, same):
+        for way in (["generate", *words, "--config", settings_file(given | more)], [*command, tokens]):
             assert main(way) == 0
             printed.append(capsys.readouterr().out)
         assert printed[0] == printed[1]
@@ -91,4 +92,8 @@ def test_what_a_file_of_arguments_cannot_say_is_named(settings_file, settings, m
     assert main(["generate", "--config", settings_file(settings)]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert main(["generate", "--config", "nowhere.yaml"]) == 2
-    assert "--config nowhere.yaml: is not a file" in capsys.readouterr().err
+    assert capsys.readouterr().err == "tnt generate: --config nowhere.yaml: is not a file\n"
+    for command in ("generate", "eval"):
+        with pytest.raises(SystemExit, match="2"):
+            main([command, "a", "--conf", "nowhere.yaml", *(["--prompt", "b"] if command == "generate" else [])])
+        assert "--config: must not be abbreviated" in capsys.readouterr().err

@@ -5,6 +5,7 @@ Axis legend: B batch   H memory heads   G query heads per memory head   K key wi
 """
 
 import copy
+import math
 import re
 
 import pytest
@@ -409,6 +410,7 @@ def test_the_gradient_bound_of_a_model_may_change(tmp_path):
     """No weight depends on it, and whoever sees a memory diverge sets it on the model at hand."""
     model, ids = tiny_model(memory_decay=True), tokens(2, 30)
     before = model(ids).logits
+    model.generate(ids, max_new_tokens=5)  # which prepares its steps
     model.config.memory_grad_bound, model.config.memory_decay_target = 0.01, "zero"
     model.save_pretrained(tmp_path)
     loaded = TNTForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -418,6 +420,12 @@ def test_the_gradient_bound_of_a_model_may_change(tmp_path):
         lambda x: x.generate(ids, max_new_tokens=5, output_logits=True, return_dict_in_generate=True).logits[-1],
     ):
         assert torch.equal(read(model), read(loaded))
+    for bound in (-1.0, 0.0, math.inf, math.nan):
+        model.config.memory_grad_bound = None
+        cache = model(ids).past_key_values
+        model.config.memory_grad_bound = bound
+        with pytest.raises(ValueError, match="memory_grad_bound must be a positive finite number"):
+            model(ids[:, :1], past_key_values=cache)
 
 
 def test_beams_that_end_are_not_padding():

@@ -8,6 +8,7 @@ A LayerNorm comes with a gradient bound or few tokens: without, the recurrence m
 than that in any form.
 """
 
+import contextlib
 import os
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from interpreter import run_cases
 from test_memory import assert_same, everything, leaves, make_inputs, run
 
+from tnt_hf import kernels_global_tnt, kernels_tnt
 from tnt_hf.kernels_choice_tnt import choose, unsupported_scan
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 
@@ -239,3 +241,20 @@ def case_no_gradient_at_the_bound_itself(read):
     met, free = (outcome(triton, tensors, [0 * weights[0]], {}, grad_bound=bound, **settings) for bound in (1.0, None))
     for name, x in free.items():
         assert_same([met[name]], [x], CLOSE, name)
+
+
+@pytest.mark.parametrize("read", ["current", "chunk_start"])
+def case_nothing_is_kept_for_a_backward_that_is_not_taken(monkeypatch, read):
+    """For one row the weights are views of parameters, which ask for a gradient in every mode."""
+    tensors, weights, gates = cast(make_inputs(T=12, K=16, V=16, hidden=16, momentum=True), torch.float32)
+    weights, kept = [torch.nn.Parameter(w) for w in weights], []
+    owner, name = (kernels_tnt.Shape, "stretch") if read == "current" else (kernels_global_tnt._Chunks, "blank")
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *x: kept.append(x) or real(*x))
+    options, counts = {"chunk_size": 4, "read": read, "implementation": "triton"}, []
+    for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        kept.clear()
+        with mode():
+            memory_chunkwise(*tensors, weights, **gates, **options)
+        counts.append(len(kept))
+    assert counts[1] == counts[2] == counts[0] - 1

@@ -202,6 +202,8 @@ def test_a_model_names_its_field(monkeypatch):
     monkeypatch.setattr(native_build_tnt, "unavailable", lambda dtype: "no C compiler was found")
     with pytest.raises(ValueError, match="memory_implementation='native' cannot run here: no C compiler was found"):
         tiny_model(memory_implementation="native")(tokens(1, 8))
+    with pytest.raises(ValueError, match="memory_implementation='native' cannot run here: it is for the CPU"):
+        tiny_model(memory_implementation="native").to("meta")(tokens(1, 8).to("meta"))
 
 
 CODE = """

@@ -340,6 +340,21 @@ def test_the_clock_of_tokens_per_second_stands_still_while_nothing_is_trained(tm
         assert 0 < run._clock - clock < time.perf_counter() - begun
 
 
+def test_tokens_per_second_are_those_since_the_last_entry(tmp_path):
+    run = trainer(tmp_path, **NO_SAVE)
+    run.state.num_input_tokens_seen = 100
+    for new in (True, False):
+        logs = {"loss": 1.0}
+        run.log(logs)
+        assert (logs["tokens_per_second"] > 0) == new
+
+
+def test_a_checkpoint_between_two_entries_knows_its_tokens(tmp_path):
+    trainer(tmp_path, save_steps=1, logging_steps=2, max_steps=2).train()
+    states = [json.loads((tmp_path / f"checkpoint-{n}" / "trainer_state.json").read_text()) for n in (1, 2)]
+    assert [state["num_input_tokens_seen"] for state in states] == [4 * 32, 2 * 4 * 32]
+
+
 def test_reading_the_memory_does_not_change_the_training(tmp_path):
     """Dropout makes the random state matter."""
     found = []

@@ -25,6 +25,7 @@ from .configuration_tnt import TNTConfig
 from .convolution_tnt import TNTCausalConv, convolve, convolve_token, is_one_product
 from .features_tnt import pairs, quadratic
 from .gate_tnt import TNTMemoryGate, TNTRMSNorm
+from .inputs_tnt import check_bound
 from .kernels_choice_tnt import (
     choose,
     unsupported_features,
@@ -105,7 +106,9 @@ class TNTMemory(nn.Module):
     def options(self) -> dict[str, Any]:
         """Of the memories' steps: no weight depends on them, so they may change while the model lives."""
         fields = vars(self.config)
-        return {"decay_target": fields["memory_decay_target"], "grad_bound": fields["memory_grad_bound"]}
+        if (bound := fields["memory_grad_bound"]) is not None:
+            check_bound("memory_grad_bound", bound)
+        return {"decay_target": fields["memory_decay_target"], "grad_bound": bound}
 
     @with_cache_name
     def forward(

@@ -97,11 +97,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser = build_parser()
         check_command(parser, *arguments[:1])
         if arguments[:1] == ["generate"]:
-            from tnt_hf.command_line import with_config
+            from tnt_hf.command_line import check_config, with_config
 
+            name = "tnt generate"
             arguments = ["generate", *with_config(parser.commands["generate"], arguments[1:])]
+            check_config(parser.commands["generate"], parser.parse_known_args(arguments)[0], arguments)
         options, rest = parser.parse_known_args(arguments)
-        name += f" {options.command}"
+        name = f"tnt {options.command}"
         if rest and options.command not in DELEGATED:
             parser.commands[options.command].error(f"unrecognized arguments: {' '.join(rest)}")
         options.rest = arguments[1:]

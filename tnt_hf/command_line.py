@@ -17,7 +17,15 @@ def parse_arguments(parser: argparse.ArgumentParser, words: list[str] | None = N
         ValueError, OSError: of the file, as [`with_config`].
     """
     add_config(parser)
-    return parser.parse_args(with_config(parser, sys.argv[1:] if words is None else words))
+    words = with_config(parser, sys.argv[1:] if words is None else words)
+    return check_config(parser, parser.parse_args(words), words)
+
+
+def check_config(parser: argparse.ArgumentParser, options: argparse.Namespace, words: list[str]) -> argparse.Namespace:
+    """Exits, as `parser` does for any wrong command line, if `--config` was abbreviated, so that nobody read it."""
+    if options.config is not None and not any(word.partition("=")[0] == "--config" for word in words):
+        parser.error("--config: must not be abbreviated")
+    return options
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +42,10 @@ def with_config(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
         ValueError: not a mapping in YAML, an unknown name, or a value that the command line could not give.
         FileNotFoundError: there is no such file.
     """
-    early = argparse.ArgumentParser(prog=parser.prog, add_help=False)  # also takes --conf, as `parser` does
+    early = argparse.ArgumentParser(prog=parser.prog, add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     path = early.parse_known_args(words)[0].config
-    if path is None:
+    if path is None or {"-h", "--help"} & {*words}:
         return words
     if not path.is_file():
         raise FileNotFoundError(f"--config {path}: is not a file")
@@ -53,7 +61,7 @@ def with_config(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
             raise ValueError(f"--config {path}: {name}={value!r}: is not an argument of {parser.prog}{hint}")
         action = actions[name]
         if isinstance(action, argparse._AppendAction):
-            given = any(word.partition("=")[0] in action.option_strings for word in words)
+            given = any(action.option_strings[0].startswith(x.partition("=")[0]) for x in words if x.startswith("--"))
             values = [] if given else value if isinstance(value, list) else [value]
         else:
             values = [value]
@@ -61,7 +69,7 @@ def with_config(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
             found += [word for x in values for word in _words(action, x)]
         except TypeError as error:
             raise ValueError(f"--config {path}: {name}={value!r}: must be {error}") from None
-    return [*found, *words]
+    return [*found, f"--config={path}", *words]  # which ends a list, before a positional argument would join it
 
 
 def _words(action: argparse.Action, value: Any) -> list[str]:

@@ -186,11 +186,13 @@ def document_ids(
     if (seq_idx := kwargs.get("seq_idx")) is not None:
         ids = seq_idx.to(torch.long).expand(batch, -1)
         ids = document_starts(ids, mask).cumsum(1)  # numbers that come back are of another document
-    elif (ends := kwargs.get("cu_seq_lens_q", kwargs.get("cu_seq_lens_k"))) is not None:
+    elif name := next((x for x in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(x) is not None), None):
+        ends = torch.as_tensor(kwargs[name])
         if batch != 1:
-            raise ValueError(f"cu_seq_lens_q needs one packed row, input_ids has {batch}.")
-        if ends.ndim != 1 or not len(ends) or ends[0] != 0 or ends[-1] != length or (ends.diff() < 0).any():
-            raise ValueError(f"cu_seq_lens_q={ends.tolist()}: must rise from 0 to the {length} tokens of the row.")
+            raise ValueError(f"{name} needs one packed row, input_ids has {batch}.")
+        known = ends.tolist()
+        if ends.ndim != 1 or not known or known[0] != 0 or known[-1] != length or known != sorted(known):
+            raise ValueError(f"{name}={known}: must rise from 0 to the {length} tokens of the row.")
         ids = torch.bucketize(torch.arange(length, device=ends.device), ends[1:].to(torch.long), right=True)[None]
     elif position_ids is None or length == 1:
         return None

@@ -90,7 +90,7 @@ class TNTMemoryUnit(nn.Module):
         how = choose(FIELD, value, q.device, unsupported_scan, *memory)
         if how == "triton":
             tokens = (x.to(operands) for x in tokens)
-        elif q.device.type == "cpu":
+        elif value == "native" or q.device.type == "cpu":
             if value == "native":
                 runs_native(FIELD, value, weights, tokens)  # or raises, in the name of the field
             how = value  # what runs "chunk" on the CPU is decided there

@@ -242,7 +242,6 @@ def table(result: dict) -> list[str]:
 
 def draw(result: dict, path: Path) -> None:
     """Perplexity by position, one line per row."""
-
     figure, axes = subplots(figsize=(8, 4.5))
     styles = {SOURCE: "k-", WINDOW: "k:", LORA: "--"}
     for name, row in result["rows"].items():

@@ -205,7 +205,6 @@ def table(result: dict) -> list[str]:
 
 def draw(result: dict, stem: Path) -> None:
     """Writes `<stem>_perplexity.png`, `<stem>_position.png` and, with times, `<stem>_time.png`."""
-
     from matplotlib import colormaps
 
     rows = result.get("rows", {})
