@@ -245,8 +245,11 @@ def case_no_gradient_at_the_bound_itself(read):
 
 @pytest.mark.parametrize("read", ["current", "chunk_start"])
 def case_nothing_is_kept_for_a_backward_that_is_not_taken(monkeypatch, read):
-    """For one row the weights are views of parameters, which ask for a gradient in every mode."""
-    tensors, weights, gates = cast(make_inputs(T=12, K=16, V=16, hidden=16, momentum=True), torch.float32)
+    """For one row a LayerNorm's are views of parameters, which ask for a gradient in every mode."""
+    inputs = make_inputs(T=12, K=16, V=16, hidden=16, momentum=True, layernorm=True)
+    tensors, weights, gates = cast(inputs, torch.float32)
+    gain, bias, eps = gates["layernorm"]
+    gates["layernorm"] = torch.nn.Parameter(gain), torch.nn.Parameter(bias), eps
     weights, kept = [torch.nn.Parameter(w) for w in weights], []
     owner, name = (kernels_tnt.Shape, "stretch") if read == "current" else (kernels_global_tnt._Chunks, "blank")
     real = getattr(owner, name)

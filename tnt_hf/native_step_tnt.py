@@ -80,11 +80,11 @@ class NativeStep:
         init, net, intervals = units[0].initial(), memory.net, layout.intervals
         H, L = K // D, len(init)
         weights = math.prod(rows) * len(units) * sum(w.numel() for w in init)
-        bound, to_init = memory.options["grad_bound"], memory.options["decay_target"] == "init"
+        self.bound, to_init = memory.options["grad_bound"], memory.options["decay_target"] == "init"
         numbers = [*rows, H, Q // K, D, L, units[0].lr_proj.in_features, len(intervals), len(units)]
         numbers += [min(self.threads, weights // WORK + 1), 0 if whole else memory.taps]
         numbers += [memory.feature_map == "silu", memory.feature_map == "quadratic", memory.value_norm]
-        numbers += [memory.projection_norm, net.activation == "gelu", net.residual, to_init, bound is not None]
+        numbers += [memory.projection_norm, net.activation == "gelu", net.residual, to_init, self.bound is not None]
         numbers += [Q + K + V] * 3 if whole else [Q, K, V]
         numbers += [init[0].shape[1], *(w.shape[2] for w in init), *(x or 0 for x in intervals)]
         for spec in layout.specs:
@@ -134,8 +134,7 @@ class NativeStep:
         first = parts[0].data_ptr()
         places = [first, first + Q * size, first + (Q + K) * size] if self.whole else [y.data_ptr() for y in parts]
         places = array("Q", [x.data_ptr(), *places, *(0 if y is None else y.data_ptr() for y in tensors)])
-        net, bound = memory.net, memory.options["grad_bound"]
-        scales = [net.eps, bound or 0.0, 0.0 if memory.norm is None else memory.norm.variance_epsilon]
+        scales = [memory.net.eps, self.bound or 0.0, 0.0 if memory.norm is None else memory.norm.variance_epsilon]
         scales += [unit.max_lr * factor for unit, factor in zip(memory.memories._modules.values(), memory.lr_factors)]
         scales = array("d", scales)
         if library(x.dtype).token(*(y.buffer_info()[0] for y in (self.numbers, places, scales))):
