@@ -137,6 +137,7 @@ ARROWS = {
     "unit_tnt": {
         "configuration_tnt",
         "gate_tnt",
+        "inputs_tnt",
         "kernels_choice_tnt",
         "kernels_decode_tnt",
         "memory_tnt",

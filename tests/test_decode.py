@@ -406,12 +406,16 @@ def test_what_is_no_list_of_layers_or_chunk_sizes_is_named():
 
 
 @torch.no_grad()
-def test_the_gradient_bound_of_a_model_may_change(tmp_path):
+@pytest.mark.parametrize(
+    "fields", [{"memory_grad_bound": 0.01, "memory_decay_target": "zero"}, {"memory_max_lr": 0.01}], ids=list
+)
+def test_the_inner_optimiser_of_a_model_may_change(fields, tmp_path):
     """No weight depends on it, and whoever sees a memory diverge sets it on the model at hand."""
     model, ids = tiny_model(memory_decay=True), tokens(2, 30)
     before = model(ids).logits
     model.generate(ids, max_new_tokens=5)  # which prepares its steps
-    model.config.memory_grad_bound, model.config.memory_decay_target = 0.01, "zero"
+    for name, value in fields.items():
+        setattr(model.config, name, value)
     model.save_pretrained(tmp_path)
     loaded = TNTForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     assert not torch.allclose(model(ids).logits, before)
@@ -420,12 +424,13 @@ def test_the_gradient_bound_of_a_model_may_change(tmp_path):
         lambda x: x.generate(ids, max_new_tokens=5, output_logits=True, return_dict_in_generate=True).logits[-1],
     ):
         assert torch.equal(read(model), read(loaded))
-    for bound in (-1.0, 0.0, math.inf, math.nan):
-        model.config.memory_grad_bound = None
+    name, kept = next(iter(fields.items()))
+    for value in (-1.0, 0.0, math.inf, math.nan):
         cache = model(ids).past_key_values
-        model.config.memory_grad_bound = bound
-        with pytest.raises(ValueError, match="memory_grad_bound must be a positive finite number"):
+        setattr(model.config, name, value)
+        with pytest.raises(ValueError, match=f"{name} must be a positive finite number"):
             model(ids[:, :1], past_key_values=cache)
+        setattr(model.config, name, kept)
 
 
 def test_beams_that_end_are_not_padding():

@@ -25,7 +25,7 @@ from .configuration_tnt import TNTConfig
 from .convolution_tnt import TNTCausalConv, convolve, convolve_token, is_one_product
 from .features_tnt import pairs, quadratic
 from .gate_tnt import TNTMemoryGate, TNTRMSNorm
-from .inputs_tnt import check_bound
+from .inputs_tnt import check_number
 from .kernels_choice_tnt import (
     choose,
     unsupported_features,
@@ -107,7 +107,7 @@ class TNTMemory(nn.Module):
         """Of the memories' steps: no weight depends on them, so they may change while the model lives."""
         fields = vars(self.config)
         if (bound := fields["memory_grad_bound"]) is not None:
-            check_bound("memory_grad_bound", bound)
+            check_number("memory_grad_bound", bound)
         return {"decay_target": fields["memory_decay_target"], "grad_bound": bound}
 
     @with_cache_name

@@ -43,7 +43,7 @@ def check_flag(name: str, value) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-def check_bound(name: str, value) -> None:
+def check_number(name: str, value) -> None:
     """`value` is a positive finite number, also as a normal one of float32."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not TINY <= value < math.inf:
         raise ValueError(f"{name} must be a positive finite number of at least {TINY:.3g}, got {value!r}")
@@ -105,7 +105,7 @@ def check_inputs(
             raise ValueError(f"layernorm must be (gain, bias, eps), got {_brief(layernorm)}")
         check_tensor("layernorm gain", layernorm[0], (H, v.shape[3]), q)
         check_tensor("layernorm bias", layernorm[1], (H, v.shape[3]), q)
-        check_bound("layernorm eps", layernorm[2])
+        check_number("layernorm eps", layernorm[2])
     if state is not None:
         for name in ("weights", "chunk_weights", "momentum"):
             tensors = getattr(state, name, ())

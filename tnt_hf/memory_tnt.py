@@ -27,7 +27,7 @@ from .denormals_tnt import without_denormals
 from .derivative_tnt import check_transforms
 from .features_tnt import FEATURE_MAPS, Ring, feature_width, quadratic
 from .grid_tnt import Layout, batch_layout, dense_grid
-from .inputs_tnt import check_bound, check_flag, check_inputs, check_positive
+from .inputs_tnt import check_flag, check_inputs, check_number, check_positive
 from .kernels_choice_tnt import choose, unsupported_projection, unsupported_scan
 from .kernels_parts_tnt import INTERPRETED
 from .native_build_tnt import runs_native
@@ -236,7 +236,7 @@ def memory_chunkwise(
     if reset_interval is not None and reset_interval % chunk_size:
         raise ValueError(f"reset_interval must be a multiple of chunk_size={chunk_size} tokens, got {reset_interval}")
     if grad_bound is not None:
-        check_bound("grad_bound", grad_bound)
+        check_number("grad_bound", grad_bound)
     if initial_state is not None:
         for name, stored, used in (
             ("momentum", initial_state.momentum is not None, momentum is not None),

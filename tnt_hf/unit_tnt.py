@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .configuration_tnt import MemorySpec, TNTConfig
 from .gate_tnt import TNTGateLinear
+from .inputs_tnt import check_number
 from .kernels_choice_tnt import choose, unsupported_scan
 from .memory_tnt import MemoryState, memory_chunkwise
 from .native_build_tnt import runs_native
@@ -46,7 +47,7 @@ class TNTMemoryUnit(nn.Module):
     def __init__(self, config: TNTConfig):
         super().__init__()
         H, D = config.memory_num_heads, config.memory_head_dim
-        self.max_lr, self.eps = config.memory_max_lr, config.rms_norm_eps
+        self.eps = config.rms_norm_eps
         self.network = {"activation": config.memory_activation, "residual": config.memory_residual}
         self.config, self.depth = config, len(config.memory_weight_shapes)
         self.weights = TNTInitialWeights([nn.Parameter(torch.empty(H, *s)) for s in config.memory_weight_shapes])
@@ -56,6 +57,13 @@ class TNTMemoryUnit(nn.Module):
         self.norm_weight = nn.Parameter(torch.empty(H, D)) if config.memory_layernorm else None
         self.norm_bias = nn.Parameter(torch.empty(H, D)) if config.memory_layernorm else None
         self.to(wide(torch.get_default_dtype()))  # which is the model's while it is made
+
+    @property
+    def max_lr(self) -> float:
+        """The largest theta: no weight depends on it, so it may change while the model lives."""
+        value = vars(self.config)["memory_max_lr"]
+        check_number("memory_max_lr", value)
+        return value
 
     def forward(
         self,
