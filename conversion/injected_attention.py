@@ -67,7 +67,10 @@ def enter_model(
     tokens, embeds = given.get("input_ids"), given.get("inputs_embeds")
     if (tokens is None) == (embeds is None):
         return args, kwargs  # the model has its own message
-    B, T = embeds.shape[:2] if tokens is None else tokens.shape
+    shape = list(embeds.shape[:2] if tokens is None else tokens.shape)
+    if len(shape) != 2:
+        raise ValueError(f"input_ids has the shape {shape}: it must be [batch, tokens].")
+    B, T = shape
     config = module.config
     if not str(config._attn_implementation).startswith(PREFIX):
         raise ValueError(
@@ -129,7 +132,9 @@ def enter_model(
                 cache.holds_padding = True
     if mask is not None and "position_ids" in parameters and given.get("position_ids") is None:
         if _sees_positions(injected) and (torch.compiler.is_compiling() or not bool(mask.all())):
-            given["position_ids"] = (mask.long().cumsum(1) - 1).clamp_min(0)[:, -T:]  # as `generate` counts them
+            given["position_ids"] = (mask.to(torch.bool).cumsum(1) - 1).clamp_min(0)[
+                :, -T:
+            ]  # as `generate` counts them
     given[ARGUMENT] = MemoryCall(valid, segment_ids)
     return (), given
 

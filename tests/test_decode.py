@@ -7,11 +7,13 @@ Axis legend: B batch   H memory heads   G query heads per memory head   K key wi
 import copy
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from tiny import MODES, tiny_config, tiny_model, tokens
 from torch.nn.functional import normalize
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from transformers import DynamicCache, LlamaConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
@@ -20,6 +22,7 @@ from tnt_hf.masks_tnt import build_masks
 from tnt_hf.network_tnt import Net, norms
 from tnt_hf.projection_tnt import project_queries
 from tnt_hf.step_tnt import Clock, MemoryState, memory_step, project_step, token
+from tnt_hf.unit_tnt import TNTMemoryUnit
 
 
 B, H, G, K = 3, 2, 2, 6
@@ -152,6 +155,30 @@ def test_hooks_and_adapters_take_effect_while_decoding(part, before):
     full, cache, decoded = model(ids).logits, TNTCache(model.config), []
     for t in range(12):
         decoded.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(decoded, 1), full, atol=1e-9, rtol=0)
+    assert not torch.allclose(full, plain)
+
+
+class HalfUnit(TNTMemoryUnit):
+    def forward(self, *args, **kwargs):
+        o, *rest = super().forward(*args, **kwargs)
+        return (o / 2, *rest)
+
+
+@pytest.mark.parametrize("how", ["hook of all modules", "class of its own"])
+@torch.no_grad()
+def test_another_memory_takes_effect_while_decoding(how):
+    model, ids = tiny_model(), tokens(2, 12)
+    plain, cache = model(ids).logits, TNTCache(model.config)
+
+    def half(module, args, output):
+        return (output[0] / 2, *output[1:]) if type(module) is TNTMemoryUnit else output
+
+    with register_module_forward_hook(half) if how == "hook of all modules" else nullcontext():
+        if how == "class of its own":
+            model.model.layers[1].memory.memories[0].__class__ = HalfUnit
+        full = model(ids).logits
+        decoded = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(12)]
     torch.testing.assert_close(torch.cat(decoded, 1), full, atol=1e-9, rtol=0)
     assert not torch.allclose(full, plain)
 

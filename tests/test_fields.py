@@ -1,9 +1,13 @@
 """What single fields and methods of a model do where no other test would notice."""
 
+import re
+
 import pytest
 import torch
 from tiny import TINY, tiny_config, tiny_model, tokens
+from tiny_hosts import tiny_host
 
+from tnt_hf.conversion import LiZAConfig, inject
 from tnt_hf.modeling_tnt import TNTForTokenClassification
 
 
@@ -38,10 +42,14 @@ def test_masks_of_ones_own_are_refused():
         tiny_model()(tokens(1, 9), attention_mask={"full_attention": None})
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (0, 5)])
-def test_a_call_without_a_token_is_named(shape):
-    with pytest.raises(ValueError, match=rf"input_ids has the shape \[{shape[0]}, {shape[1]}\]: it must hold a token"):
+@pytest.mark.parametrize("shape", [(1, 0), (0, 5), (5,), (1, 2, 3)])
+def test_a_call_that_holds_no_rows_of_tokens_is_named(shape):
+    named = re.escape(f"input_ids has the shape {list(shape)}: it must be [batch, tokens]")
+    with pytest.raises(ValueError, match=named):
         tiny_model()(torch.zeros(shape, dtype=torch.long))
+    if len(shape) != 2:  # the host has no message of its own
+        with pytest.raises(ValueError, match=named):
+            inject(tiny_host("llama"), LiZAConfig())(torch.zeros(shape, dtype=torch.long))
 
 
 def test_the_head_of_tokens_has_the_dropout_of_its_configuration():

@@ -41,6 +41,16 @@ def test_padding_changes_nothing(kind, config):
     torch.testing.assert_close(right, alone, **CLOSE)
 
 
+@opened
+def test_a_mask_is_true_or_false(config):
+    """Whatever number stands for a token that is there, as the host takes it."""
+    model, batch = inject(exact_host(), config), padded([tokens(33), tokens(20, seed=2)])
+    mask, _ = batch.pop("attention_mask"), batch.pop("position_ids")
+    want = logits(model, **batch, attention_mask=mask)[mask.bool()]
+    for other in (mask * 2, mask * 0.5, mask.bool(), mask * torch.arange(1, 34)):
+        torch.testing.assert_close(logits(model, **batch, attention_mask=other)[mask.bool()], want, rtol=0, atol=0)
+
+
 @hosts
 @opened
 def test_packed_documents_do_not_meet(kind, config):

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +18,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from test_memory import leaves, make_inputs, run
+from test_memory import assert_same, leaves, make_inputs, run
 from tiny import MODES, tiny_model, tokens
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from tnt_hf import native_build_tnt, native_step_tnt, native_tnt
@@ -412,3 +414,37 @@ def test_a_cache_that_is_not_the_users_own_is_not_used(tmp_path, why, hasty):
     (tmp_path / "tmp").mkdir()
     assert "same True None" in elsewhere(tmp_path, TMPDIR=str(tmp_path / "tmp"))
     assert not list(tmp_path.rglob("*.so")), "the folder of the process goes with it"
+
+
+@needs_native
+def test_hooks_on_saved_tensors():
+    """They may lay numbers out in another way, as one that moves them elsewhere and back does."""
+    (q, k, v, lr), weights, gates = make_inputs(T=21)
+    inputs = leaves((q, k, v, lr), weights, gates)
+    for x in inputs:
+        x.requires_grad_()
+
+    def gradients(pack=None, unpack=lambda x: x):
+        hooks = nullcontext() if pack is None else saved_tensors_hooks(pack, unpack)
+        with hooks:
+            o, _ = memory_chunkwise(q, k, v, lr, weights, **gates, chunk_size=4, implementation="native")
+        return torch.autograd.grad(o.square().sum(), inputs)
+
+    def columns(x):
+        return x.detach().mT.contiguous().mT if x.dim() > 1 else x.detach()
+
+    assert_same(gradients(columns), gradients(), 0)
+    with pytest.raises(RuntimeError, match="hooks on saved tensors returned torch.float32 for what was torch.float64"):
+        gradients(lambda x: x.float() if x.is_floating_point() else x)
+
+
+@needs_native
+def test_numbers_negated_by_a_bit():
+    (q, k, v, lr), weights, gates = make_inputs(T=21)
+    k.requires_grad_()
+
+    def found(v, d):
+        o, _ = memory_chunkwise(q, k, v, lr, weights, **gates, chunk_size=4, implementation="native")
+        return o, *torch.autograd.grad(o, k, d)
+
+    assert_same(found(torch._neg_view(v), torch._neg_view(v)), found(-v, -v), 0)

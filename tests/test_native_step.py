@@ -235,6 +235,12 @@ class Half(nn.Module):
         return x / 2
 
 
+def change_the_gates(model):
+    unit = model.model.layers[0].memory.memories[0]
+    gates = unit.gates
+    unit.gates = lambda *args: [None if x is None else x / 2 for x in gates(*args)]
+
+
 def parametrize_gain(model):
     parametrize.register_parametrization(model.model.layers[0].memory.memories[0], "norm_weight", Half())
 
@@ -263,7 +269,7 @@ def wrap(model):
     memories[0] = Around(memories[0])
 
 
-AROUND = [hook, hook_the_norm, patch, parametrize_gain, parametrize_bias, wrap]
+AROUND = [hook, hook_the_norm, patch, change_the_gates, parametrize_gain, parametrize_bias, wrap]
 
 
 @pytest.mark.parametrize("around", AROUND)

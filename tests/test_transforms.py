@@ -5,6 +5,7 @@ import pytest
 import torch
 from test_memory import assert_same, make_inputs
 from tiny import left_padded, tiny_model, tokens
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
 from tnt_hf import features_tnt
@@ -187,3 +188,31 @@ def test_the_naive_projection_is_the_chunks(reset_interval, normalize):
                 probe = sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in found)
                 results.append([*found, *torch.autograd.grad(probe, inputs)])
             assert_same(*results, CLOSE)
+
+
+def test_many_gradients_at_once():
+    """`is_grads_batched`, which vectorizes the Jacobians of `torch.autograd.functional`."""
+    model = naive_model()
+    x = model.get_input_embeddings()(IDS).detach()[:1]
+
+    def f(x):
+        return model(inputs_embeds=x, use_cache=False).logits.sum(-1)
+
+    wanted, found = (torch.autograd.functional.jacobian(f, x, vectorize=many) for many in (False, True))
+    assert_same([found], [wanted], CLOSE)
+    for implementation in ("chunk", "native"):
+        model.config.memory_implementation = implementation
+        with pytest.raises(RuntimeError, match="is_grads_batched=True.*'naive' takes many"):
+            torch.autograd.functional.jacobian(f, x, vectorize=True)
+
+
+@torch.no_grad()
+def test_a_decoded_token_does_not_lose_its_tangent():
+    """Not every operation of torch has one; C has none."""
+    model = tiny_model(attn_implementation="eager")
+    x = model.get_input_embeddings()(IDS)
+    cache = model(inputs_embeds=x[:, :5]).past_key_values
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="does not support"):
+        model(inputs_embeds=forward_ad.make_dual(x[:, 5:6], x[:, 5:6]), past_key_values=cache)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward_ad.*cannot be transformed"):
+        model(inputs_embeds=forward_ad.make_dual(x, x))

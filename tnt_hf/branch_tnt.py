@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.cache_utils import Cache
 
 from .cache_name_tnt import with_cache_name
@@ -192,10 +193,12 @@ class TNTMemory(nn.Module):
         """Whether a few tokens may overwrite `state`: it is there, and nobody else can notice."""
         if state is None or torch.is_grad_enabled() or self.config.memory_implementation == "naive":
             return False
+        if _global_forward_hooks or _global_forward_pre_hooks:
+            return False
         for i in range(len(state.memories)):
             unit = self.memories._modules[str(i)]
-            if not isinstance(unit, TNTMemoryUnit):  # something around it, which is called for one token, too
-                return False
+            if not isinstance(unit, TNTMemoryUnit) or type(unit).forward is not TNTMemoryUnit.own_forward:
+                return False  # something around it, or in its place, which is called for one token, too
             for module in (unit, unit._modules["weights"]):
                 if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
                     return False

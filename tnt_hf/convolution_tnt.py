@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from .derivative_tnt import transformed
+from .derivative_tnt import batched, transformed
 from .grid_tnt import document_starts, made_once
 
 
@@ -46,7 +46,7 @@ class _Taps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_y: Tensor):
         x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again
+        if torch.is_grad_enabled() or batched(d_y):  # to be differentiated again, or many at once
             backward, wanted = torch.ops.aten.convolution_backward.default, [*ctx.needs_input_grad, False]
             sizes = None, [1], [0], [1], False, [0], len(weight)
             d_x, d_weight, _ = backward(d_y.transpose(1, 2), x.transpose(1, 2), weight, *sizes, wanted)

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 
 OF_A_MODEL = "; a model has memory_implementation, and needs attn_implementation='eager', too"
@@ -16,7 +17,7 @@ def once_differentiable(backward: Callable) -> Callable:
     name lets `torch.autograd.grad` of a gradient pass, and leaves out what goes through the function.
 
     Raises:
-        RuntimeError: `create_graph=True`, which is to differentiate once more.
+        RuntimeError: `create_graph=True`, which is to differentiate once more; many gradients at once.
     """
 
     @functools.wraps(backward)
@@ -26,14 +27,27 @@ def once_differentiable(backward: Callable) -> Callable:
                 "create_graph=True: implementation='chunk', 'native' and 'triton' have first derivatives only, "
                 f"'naive' has all{OF_A_MODEL}"
             )
+        if any(batched(x) for x in grads):
+            raise RuntimeError(
+                "is_grads_batched=True (or vectorize=True): implementation='chunk', 'native' and 'triton' take one "
+                f"gradient at a time, 'naive' takes many{OF_A_MODEL}"
+            )
         return backward(ctx, *grads)
 
     return checked
 
 
+def batched(x: torch.Tensor | None) -> bool:
+    """Whether x stands for many gradients: `is_grads_batched` of `torch.autograd.grad`, `vectorize` of Jacobians."""
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def transformed() -> bool:
-    """Whether a transform of `torch.func` (grad, jvp, vmap, ...) runs, which knows torch's own operations alone."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    """Whether a transform of `torch.func` (grad, jvp, vmap, ...) or forward-mode differentiation runs, which know
+    torch's own operations alone."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def check_transforms() -> None:
@@ -43,5 +57,6 @@ def check_transforms() -> None:
     """
     if transformed():
         raise RuntimeError(
-            f"torch.func: implementation='chunk', 'native' and 'triton' cannot be transformed, 'naive' can{OF_A_MODEL}"
+            "torch.func and forward_ad: implementation='chunk', 'native' and 'triton' cannot be transformed, "
+            f"'naive' can{OF_A_MODEL}"
         )

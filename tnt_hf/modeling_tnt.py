@@ -564,9 +564,10 @@ class TNTModel(TNTPreTrainedModel):
             raise ValueError(f"You must specify exactly one of input_ids or inputs_embeds, got {given}")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        B, T = inputs_embeds.shape[:2]
-        if not B * T:
-            raise ValueError(f"input_ids has the shape {[B, T]}: it must hold a token.")
+        shape = list(inputs_embeds.shape[:-1])
+        if len(shape) != 2 or not shape[0] * shape[1]:
+            raise ValueError(f"input_ids has the shape {shape}: it must be [batch, tokens] and hold a token.")
+        B, T = shape
         if isinstance(attention_mask, Tensor):
             attention_mask = attention_mask.to(inputs_embeds.device)
         elif isinstance(attention_mask, dict) and "memory" not in attention_mask:

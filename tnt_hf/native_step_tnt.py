@@ -48,6 +48,8 @@ def native_parameters(memory: nn.Module, field: str, value: str, tensors: list[T
     for unit in memory.memories._modules.values():
         if type(unit) is not TNTMemoryUnit:
             return None
+        if "gates" in vars(unit):
+            return None
         modules, own = unit._modules, unit._parameters  # what a module has is slow to ask it for
         each = []
         for name in GATES:

@@ -11,6 +11,7 @@ every pushed checkpoint.
 
 import ctypes
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class NativeScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, depth, present, q, k, v, theta, mu, keep, gain, bias, *states):
         inputs = (*_index(plan), plan.slots, present, q, k, v, theta, mu, keep, gain, bias)
-        inputs, states = ([None if x is None else x.contiguous() for x in y] for y in (inputs, states))
+        inputs, states = (_plain(y) for y in (inputs, states))
         W, P, momentum = states[:depth], plan.counts[0], mu is not None
         tape, stride = dict.fromkeys(TAPE, [None] * depth), 0
         if plan.graded and any(ctx.needs_input_grad):
@@ -71,7 +72,10 @@ class NativeScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o, _, *d_ends):
-        plan, depth, saved = ctx.plan, ctx.depth, ctx.saved_tensors
+        plan, depth, saved = ctx.plan, ctx.depth, _plain(ctx.saved_tensors)  # hooks may have changed strides
+        kinds = {x.dtype for x in saved if x is not None and x.is_floating_point()} - {d_o.dtype}
+        if kinds:
+            raise RuntimeError(f"hooks on saved tensors returned {kinds.pop()} for what was {d_o.dtype}")
         named, rest = dict(zip(INPUTS, saved)), saved[len(INPUTS) :]
         layers = dict(zip((*STATES, *TAPE), _split(rest, depth)))
         # zeros are what the code adds to, or leaves alone: programs that a grid leaves out, an unread last chunk
@@ -81,9 +85,9 @@ class NativeScan(torch.autograd.Function):
         d_states = {f"D_{x}": [_zeros(y) for y in layers[x]] for x in STATES}
         if named["MU"] is not None:
             d_states["D_S"] = [torch.zeros_like(w) for w in layers["W"]]
-        d_ends = [None if x is None else x.contiguous() for x in d_ends]
+        d_o, *d_ends = _plain((d_o, *d_ends))
         layers |= d_states | dict(zip(("D_W_END", "D_XI_END", "D_S_END"), _split(d_ends, depth)))
-        _call("backward", plan, ctx.shape, named | d_inputs | {"D_O": d_o.contiguous()}, layers)
+        _call("backward", plan, ctx.shape, named | d_inputs | {"D_O": d_o}, layers)
         if layers["S"][0] is None:  # it began with zeros
             d_states["D_S"] = [None] * depth
         return None, None, None, *d_inputs.values(), *(x for y in d_states.values() for x in y)
@@ -143,6 +147,11 @@ def _blank_tape(plan: Plan, theta: Tensor, W: list[Tensor], ln: bool, momentum: 
 
     tape = (rows(C, True), rows(C * plan.groups, ln), rows(C, False), kept(True), kept(momentum))
     return dict(zip(TAPE, tape)), stride
+
+
+def _plain(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """As C reads them: one number after the other, none of them negated by a bit beside it."""
+    return [None if x is None else x.resolve_neg().contiguous() for x in tensors]
 
 
 def _zeros(x: Tensor | None) -> Tensor | None:

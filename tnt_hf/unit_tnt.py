@@ -119,6 +119,8 @@ class TNTMemoryUnit(nn.Module):
         )
         return o, *result, *([] if options["output_surprise"] else [None])
 
+    own_forward = forward  # what the steps of one token compute in its place
+
     def gates(self, hidden_states: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """theta over its largest value, mu and alpha of tokens `[..., hidden]`: `[..., H]` of `dtype`, or `None` for
         what it has not."""
