@@ -158,6 +158,7 @@ def get_tptt_model(
         base = language_model(AutoModelForCausalLM.from_pretrained(base, **kwargs))
     elif kwargs:
         raise ValueError(f"{', '.join(kwargs)}: only for a base that is loaded here, not a {type(base).__name__}.")
+    check_no_adapters(base)
     inject(base, config)
     try:
         with unchanged_on_failure(base):
@@ -165,6 +166,15 @@ def get_tptt_model(
     except Exception:
         unload(base)
         raise
+
+
+def check_no_adapters(model: object) -> None:
+    """Raises ValueError: `model.add_adapter` put one into the model, which a `PeftModel` would replace."""
+    if added := sorted(getattr(model, "peft_config", None) or {}):
+        raise ValueError(
+            f"base={type(model).__name__}: has the adapter {added[0]!r}, put in by add_adapter, which another would"
+            f" replace; take it out with model.delete_adapter({added[0]!r})."
+        )
 
 
 @contextmanager

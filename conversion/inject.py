@@ -118,6 +118,16 @@ def unload(model: PreTrainedModel) -> PreTrainedModel:
 
         check_not_merged(model)
         take_out_wrappers(model)
+    take_out_memory(model)
+    return model
+
+
+def take_out_memory(model: PreTrainedModel) -> None:
+    """`unload` for a model whose adapters stay.
+
+    Raises:
+        ValueError: a model without injected memory.
+    """
     attentions = [x for x in model.modules() if "max_self_attn_length" in vars(x)]  # none that was compiled around one
     if not attentions:
         raise ValueError(f"model={type(model).__name__}: has no injected memory.")
@@ -130,7 +140,6 @@ def unload(model: PreTrainedModel) -> PreTrainedModel:
     config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
     del config.tnt_injection, config.attn_implementation
     model.__dict__.pop("_is_stateful", None)
-    return model
 
 
 def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:

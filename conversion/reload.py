@@ -27,7 +27,7 @@ from transformers import (
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .inject import inject, unload
+from .inject import inject, take_out_memory
 from .injected_attention import PREFIX, is_injected
 from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
 from .language_model import language_model
@@ -234,7 +234,7 @@ def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs
             f"base={name!r}: the base model of adapter {adapter!r} cannot be loaded: {error}{hint}"
         ) from error
     if hasattr(found, "tnt_injection"):
-        return _load_whole(_locate(name, revision), name, None, kwargs)
+        return _load_whole(_locate(name, None if Path(name).is_dir() else revision), name, None, kwargs)
     auto = AutoModelForCausalLM if config.task_type in (None, "CAUSAL_LM") else _auto_class(found, name)
     if auto is AutoModelForCausalLM and config.task_type in HEADS:
         raise ValueError(
@@ -251,10 +251,12 @@ def _attach(
     from peft import PeftModel, PeftModelForCausalLM
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    from .adapters import unchanged_on_failure
+    from .adapters import check_no_adapters, unchanged_on_failure
 
     wrapped = isinstance(model, PeftModel)
     host = model.get_base_model() if wrapped else model
+    if not wrapped:
+        check_no_adapters(host)
     if wrapped and name in model.peft_config:
         raise ValueError(f"adapter_name={name!r}: the PeftModel has an adapter of that name.")
     with _named(str(folder)):
@@ -276,6 +278,7 @@ def _attach(
         inject(host, injection_from_dict(settings))
     config.host = host.config
     config.inference_mode = not is_trainable
+    trainable = [(x, x.requires_grad) for x in host.parameters()]
     try:
         with nullcontext() if wrapped else unchanged_on_failure(host):
             with _named(str(folder)):  # peft checks few of the values
@@ -291,9 +294,11 @@ def _attach(
     except Exception:
         if wrapped and name in model.peft_config:
             model.delete_adapter(name)
+        if wrapped:  # peft may have frozen the adapters before, and they stay
+            for parameter, trained in trainable:
+                parameter.requires_grad_(trained)
         if ours:
-            host.__dict__.pop("peft_config", None)
-            unload(host)
+            take_out_memory(host)
         raise
     return model
 
@@ -337,7 +342,7 @@ def _locate(name: str | os.PathLike, revision: str | None) -> Path:
     path = Path(name)
     if not path.is_dir() and (path.exists() or not HUB_ID.fullmatch(str(name))):
         raise ValueError(f"{str(name)!r}: is neither a folder nor a Hub id.")
-    folder = locate(name, None if path.is_dir() else revision)
+    folder = locate(name, revision)
     if not path.is_dir() and (folder / ADAPTER_CONFIG).is_file():
         from huggingface_hub import hf_hub_download
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tnt_hf import TNTConfig, TNTForCausalLM, flops_per_token, memory_state_bytes
 from tnt_hf.branch_tnt import lr_factors
-from tnt_hf.costs_tnt import memory_state_shapes
+from tnt_hf.costs_tnt import key_value_bytes, memory_state_shapes
 
 
 def test_a_list_stays_its_owners():
@@ -446,3 +446,8 @@ def test_flops_of_projections_gates_and_variants():
     assert memory(memory_gate="product", **wide) - memory(memory_gate="mix", **wide) == 2 * (2 * 64 * 64)
     mag, mal, lmm = (memory(variant=x, **wide) for x in ("mag", "mal", "lmm"))
     assert mal - mag == lmm - mag == 2 * (2 * 64 * 32)
+
+
+def test_a_layer_of_memory_alone_has_no_keys():
+    config = tiny_config(variant="lmm", memory_layers=[1])
+    assert key_value_bytes(config, 100) == [2 * 3 * 2 * 8 * 4, 0]  # keys and values of three tokens, in two heads of 8

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tiny import MODES, tiny_config, tiny_model, tokens
+from tiny import MODES, left_padded, tiny_config, tiny_model, tokens
 from torch.nn.functional import normalize
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
@@ -480,3 +480,20 @@ def test_rows_that_end_without_an_end_token_get_no_padding():
     alone = model.generate(ids, max_new_tokens=12, do_sample=False)
     ends = StoppingCriteriaList([EndsFirst()])
     assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, stopping_criteria=ends), alone)
+
+
+@pytest.mark.parametrize("changes", [{}, {"memory_decay": True, "memory_momentum": True, "memory_depth": 1}], ids=str)
+@torch.no_grad()
+def test_rows_of_a_model_cast_to_half_precision_reset_apart(changes):
+    """Its initial weights are bfloat16, its state is float32."""
+    model = tiny_model(torch.float32, **changes).to(torch.bfloat16)
+    ids, mask = left_padded([tokens(13), tokens(6)])
+    more = tokens(2, 12, seed=2)
+    whole, valid = torch.cat([ids, more], 1), torch.cat([mask, mask.new_ones(2, 12)], 1)
+    wanted, cache = model(whole, attention_mask=valid).logits[:, 13:], TNTCache(model.config)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    steps = [
+        model(more[:, i : i + 1], attention_mask=valid[:, : 14 + i], past_key_values=cache).logits for i in range(12)
+    ]
+    # bfloat16 keeps 8 bits, which two layers round a dozen times
+    assert (torch.cat(steps, 1) - wanted).float().norm() < 0.05 * wanted.float().norm()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tnt_hf import TNTForCausalLM
 from tnt_hf.conversion.adapters import get_tptt_model, lora_config
-from tnt_hf.conversion.export import export_injected
+from tnt_hf.conversion.export import export_injected, exported_config
 from tnt_hf.conversion.families import FAMILIES
 from tnt_hf.conversion.inject import inject, set_max_self_attn_length
 from tnt_hf.conversion.injection_config import TNTInjectionConfig
@@ -231,3 +231,19 @@ def test_a_base_that_was_loaded_alone_has_no_memory(tmp_path):
         export_injected(base, tmp_path / "result")
     tuned = load_injected(base, tmp_path / "adapter")
     torch.testing.assert_close(tuned(tokens(1, 20)).logits, expected)
+
+
+def test_a_gap_behind_the_hosts_own_window_was_accepted_with_it():
+    settings = TNTInjectionConfig(global_chunk_size=8, local_chunk_sizes=[2], local_reset_interval=12)
+    config = exported_config(inject(tiny_host("mistral", sliding_window=4), settings))
+    assert config.allow_memory_gap and (config.sliding_window, config.local_reset_interval) == (4, 12)
+
+
+def test_a_folder_is_no_model_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "llama").mkdir(parents=True)
+    model = inject(tiny_host("llama"), OPEN_TNT)
+    for name, named in (("some/llama", True), ("here/llama", False)):
+        model.name_or_path = name
+        card = (export_injected(model, tmp_path / "out" / name) / "README.md").read_text()
+        assert (f"base_model: {name}\n" in card) == named

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tnt_hf.features_tnt import Ring, quadratic, ring_products, through_ring_products
+from tnt_hf.features_tnt import PAIRS, Ring, quadratic, ring_products, through_ring_products
 
 
 EXACT = 1e-10
@@ -27,3 +27,15 @@ def test_products_around_the_ring_are_the_quadratic_ones_in_another_basis(D):
         torch.testing.assert_close(products @ products.mT, (x @ x.mT) ** 2, **close)
         through = through_ring_products(grad @ inner.mT, x)
     torch.testing.assert_close(through, *torch.autograd.grad(want, x, grad), **close)
+
+
+def test_pairs_made_in_inference_mode_or_for_another_dtype_serve_a_training():
+    PAIRS.clear()
+    for dtype in (torch.float32, torch.float64):
+        with torch.inference_mode():
+            quadratic(torch.ones(3, 6, dtype=dtype))
+        x = torch.randn(3, 6, dtype=dtype, requires_grad=True)
+        y = quadratic(x)
+        y.square().sum().backward()
+        assert y.dtype == dtype and x.grad.isfinite().all()
+    torch.testing.assert_close(y @ y.T, (x @ x.T) ** 2, rtol=EXACT, atol=EXACT)

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
 from tiny import tiny_config, tiny_model
 
 from tnt_hf import TNTForCausalLM
@@ -82,3 +83,18 @@ def test_a_memory_starts_with_half_its_rate_half_its_momentum_and_next_to_no_for
     unit = model.model.layers[0].memory.memories[0]
     for gate, bias in zip(unit.gates(torch.zeros(1, 32, dtype=torch.float64), torch.float64), (0.0, 0.0, -7.0)):
         assert torch.equal(gate, torch.sigmoid(torch.full_like(gate, bias)))
+
+
+def test_gates_have_a_bias_to_learn_wherever_it_starts():
+    model = TNTForCausalLM(tiny_config(memory_momentum=True, memory_decay=True))
+    unit = model.model.layers[0].memory.memories[0]
+    for gate in (unit.lr_proj, unit.momentum_proj, unit.decay_proj):
+        assert gate.bias.requires_grad
+
+
+def test_an_adapter_on_its_projection_opens_a_gate():
+    gate = TNTMemoryGate(tiny_config(memory_gate="product"))
+    torch.nn.init.zeros_(gate.proj.weight)
+    assert gate.is_closed()
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["proj"], init_lora_weights=False), gate)
+    assert not gate.is_closed()

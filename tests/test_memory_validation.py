@@ -1,5 +1,8 @@
 """Input to the memory operation: what is bad is an error that names the argument and its value, before any compute."""
 
+import dataclasses
+import math
+
 import pytest
 import torch
 from test_memory import make_inputs
@@ -24,6 +27,10 @@ from tnt_hf.projection_tnt import project_queries
         ({"omega_window": 2}, "omega_window.*2"),
         ({"omega_gate": torch.rand(4, 32, 2)}, "omega_gate .*, got a tensor$"),
         ({"implementation": "triton"}, "implementation.*triton"),
+        ({"decay": torch.ones(1, 12, 1, dtype=torch.float64)}, r"decay.*\[1, 12, 2\].*\[1, 12, 1\]"),
+        ({"chunk_size": True}, "chunk_size.*True"),
+        ({"grad_bound": True}, "grad_bound.*True"),
+        ({"grad_bound": math.inf}, "grad_bound.*inf"),
         ({"grad_bound": -1.0}, "grad_bound.*-1.0"),
         ({"grad_bound": 1e-40}, "grad_bound.*at least 1.18e-38, got 1e-40"),
         ({"mask": torch.ones(1, 5, dtype=torch.bool)}, r"mask.*\[1, 12\].*\[1, 5\]"),
@@ -62,6 +69,7 @@ def test_bad_tensors_are_named():
         ((q, k[:, :5], v, lr, weights), r"k must have shape .* got \[1, 5, 2, 4\]"),
         ((q, k, v.long(), lr, weights), "v must be a floating point tensor, got torch.int64"),
         ((q, k, v, lr, [weights[0], weights[1][:, :4]]), r"weights\[1\] must have shape"),
+        ((q, k, v, lr, [weights[0], weights[1][..., :1]]), r"weights\[1\] must have shape .*, 4\], got .*, 1\]"),
         ((q, k, v, lr, weights[0]), "weights must be a list.*Tensor"),
         ((q, k, v, lr, [w.to("meta") for w in weights]), r"weights\[0\] must be on cpu like q, got meta"),
         ((q, k, v, lr, []), "weights must be a list that holds at least one layer"),
@@ -138,3 +146,26 @@ def test_the_projection_checks_its_rows_and_options(change, message):
     given = {"q": torch.ones(1, 6, 4, 4), "k": torch.ones(1, 6, 2, 4), "reset_interval": 4}
     with pytest.raises(ValueError, match=message):
         project_queries(**{**given, **change})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"weights": None}, "initial_state.weights must hold 2 layers"),
+        ({"chunk_weights": None}, "initial_state.chunk_weights must hold 2 layers"),
+        ({"projection": torch.zeros(1, 2, 4, 5)}, r"initial_state.projection must have shape \[1, 2, 4, 4\]"),
+        ({"time": torch.zeros(1)}, r"initial_state.time must be int64 \[1\], got torch.float32"),
+        (
+            {"time": torch.zeros(2, dtype=torch.int64)},
+            r"initial_state.time must be int64 \[1\], got torch.int64 \[2\]",
+        ),
+        ({"time": torch.zeros(1, dtype=torch.int64, device="meta")}, "initial_state.time must be on cpu like q"),
+        ({"time": torch.tensor([-3])}, "initial_state.time must count tokens"),
+    ],
+    ids=str,
+)
+def test_a_bad_state_is_named(change, message):
+    tensors, weights, _ = make_inputs()
+    state = memory_chunkwise(*tensors, weights, chunk_size=4, output_final_state=True)[1]
+    with pytest.raises(ValueError, match=message):
+        memory_chunkwise(*tensors, weights, chunk_size=4, initial_state=dataclasses.replace(state, **change))

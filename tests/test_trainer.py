@@ -551,3 +551,34 @@ def test_what_is_not_a_number_is_logged_as_it_is(tmp_path):
     run.train()
     run.log({"note": "a word"})
     assert json.loads((tmp_path / LOG).read_text().splitlines()[-1])["note"] == "a word"
+
+
+def test_a_plot_that_cannot_be_drawn_costs_no_run(tmp_path, monkeypatch, caplog):
+    def fail(*args):
+        raise OSError("no font")
+
+    monkeypatch.setattr("tnt_hf.recipes.trainer.draw_plots", fail)
+    run = trainer(tmp_path, **NO_SAVE | {"max_steps": 1})
+    run.plots = True
+    run.fit()
+    assert "The plots could not be drawn: OSError: no font" in caplog.text
+    assert (tmp_path / "training.json").is_file()
+
+
+def test_evaluations_and_teachers_are_in_the_precision_of_training(tmp_path):
+    args, found = {"bf16": True, **NO_SAVE}, set()
+    run = trainer(tmp_path, **args)
+    run.model.model.layers[0].mlp.register_forward_hook(lambda module, args, y: found.add(y.dtype))
+    run.evaluate(run.train_dataset)
+    assert found == {torch.bfloat16}
+
+    def objective(model, inputs, num_items, teacher):
+        found.add(teacher.model.layers[0].mlp(torch.zeros(1, 1, CONFIG["hidden_size"])).dtype)
+        return next_token(model, inputs, num_items)
+
+    found.clear()
+    model, teacher = (TNTForCausalLM(TNTConfig(**CONFIG)) for _ in range(2))
+    settings = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, bf16=True)
+    run = RecipeTrainer(model, settings, teacher=teacher, objective=objective)
+    run.compute_loss(model, {name: x[None] for name, x in samples(1)[0].items()})
+    assert found == {torch.bfloat16}

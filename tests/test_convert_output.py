@@ -1,0 +1,82 @@
+"""A conversion's folder: where it is, what it holds beside the model, and that all of it has reached the disk."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_source
+from safetensors.torch import load_file, save_file
+
+from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.conversion.manifest import check_manifest
+from tnt_hf.conversion.source import INDEX, read_header, read_source
+from tnt_hf.conversion.staging import LOCK, Staging, target_of
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return save_source(tmp_path / "source", shards="45KB")
+
+
+def test_an_output_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert target_of("~/model") == tmp_path / "model"
+
+
+@pytest.mark.parametrize("link", ["copy", "link"])
+def test_all_that_a_conversion_writes_is_on_the_disk(tmp_path, source, monkeypatch, link):
+    """The files, the folders they are in, and the name of the result."""
+    flushed, real = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino) or real(file))
+    (tmp_path / "results").mkdir()
+    result = convert_checkpoint(source, tmp_path / "results" / "one", progress=False, link=link)
+    paths = [result.parent, result, *(x for x in result.rglob("*") if x.stat().st_nlink == 1 or x.is_dir())]
+    assert [path.name for path in paths if path.stat().st_ino not in flushed] == []
+
+
+def test_a_replacement_that_was_done_leaves_an_old_folder_to_remove(tmp_path, source):
+    """A process that dies behind both steps; also of a name that a pattern would not find."""
+    target, said = convert_checkpoint(source, tmp_path / "res[u]lt", progress=False), []
+    dead = tmp_path / f".{target.name}.tnt-partial-dead"
+    shutil.copytree(target, dead / "old")
+    (dead / LOCK).touch()
+    with pytest.raises(FileExistsError, match="overwrite=True"), Staging(target, False, said.append):
+        pass
+    assert said == [f"removed {dead.name}, left over from an interrupted run"]
+    assert check_manifest(target) == [] and not dead.exists()
+
+
+def test_the_index_tells_the_bytes_of_all_tensors(tmp_path, source):
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    index = json.loads((result / INDEX).read_text())
+    tensors = {x.name: x for path in result.glob("*.safetensors") for x in read_header(path)}
+    assert index["metadata"] == {"total_size": sum(x.nbytes for x in tensors.values())}
+    assert index["weight_map"] == {name: tensors[name].path.name for name in sorted(tensors)}
+
+
+def test_an_index_may_name_stored_frequencies(tmp_path):
+    """As those of old checkpoints in several files do."""
+    source = save_source(tmp_path / "source", shards="20KB")
+    name, index = "model.layers.0.self_attn.rotary_emb.inv_freq", json.loads((source / INDEX).read_text())
+    shard = source / index["weight_map"]["model.norm.weight"]
+    save_file(load_file(shard) | {name: torch.rand(4)}, shard, metadata={"format": "pt"})
+    index["weight_map"][name] = shard.name
+    (source / INDEX).write_text(json.dumps(index))
+    assert name not in read_source(source).tensors
+    convert_checkpoint(source, tmp_path / "result", progress=False)
+
+
+def test_further_chat_templates_come_along_but_none_from_elsewhere(tmp_path, source):
+    (source / "LICENSES").mkdir()  # a folder is no text
+    templates = source / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tools.jinja").write_text("{{ messages }}")
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    assert (result / templates.name / "tools.jinja").read_text() == "{{ messages }}" and check_manifest(result) == []
+    (tmp_path / "secret").write_text("secret")
+    (templates / "secret.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=r"secret\.jinja: leads to .*, outside the checkpoint's folder"):
+        convert_checkpoint(source, tmp_path / "other", progress=False)
