@@ -566,8 +566,8 @@ def test_a_plot_that_cannot_be_drawn_costs_no_run(tmp_path, monkeypatch, caplog)
 
 
 def test_evaluations_and_teachers_are_in_the_precision_of_training(tmp_path):
-    args, found = {"bf16": True, **NO_SAVE}, set()
-    run = trainer(tmp_path, **args)
+    run, found = trainer(tmp_path, bf16=True, **NO_SAVE), set()
+    run.fit()  # which unwraps the model at its end
     run.model.model.layers[0].mlp.register_forward_hook(lambda module, args, y: found.add(y.dtype))
     run.evaluate(run.train_dataset)
     assert found == {torch.bfloat16}
