@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.recipes import blocked_attention, demo_conversion
+from tnt_hf.recipes.benchmarks.training import train_in_order
 from tnt_hf.recipes.demo_conversion import PRECISIONS, ConversionPlan, measured_on
 from tnt_hf.recipes.demo_conversion_report import conversion_results, draw, recovered
 from tnt_hf.recipes.distillation import RATES, distiller, with_lora
 from tnt_hf.recipes.optimization import parameter_groups
-from tnt_hf.recipes.training import train_in_order
 
 
 BACKBONE = {

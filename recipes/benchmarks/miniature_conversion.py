@@ -29,12 +29,12 @@ from tnt_hf.recipes import blocked_attention
 from tnt_hf.recipes.benchmarks import miniature_runs as runs
 from tnt_hf.recipes.benchmarks.measure import environment, write
 from tnt_hf.recipes.benchmarks.miniature_report import mean_and_std, plus_minus
+from tnt_hf.recipes.benchmarks.training import train_in_order
 from tnt_hf.recipes.corpus import read_corpus
 from tnt_hf.recipes.demo_conversion import MEMORY, ConversionData, ConversionPlan, measured_on, train_source
 from tnt_hf.recipes.demo_jobs import losses_by_position, shuffled
 from tnt_hf.recipes.distillation import distiller, with_lora
 from tnt_hf.recipes.pictures import finish, subplots
-from tnt_hf.recipes.training import train_in_order
 
 
 PLAN = {"teacher_steps": 700, "held_out_windows": 64}  # of the demo's plan; the same source, so it may be reused

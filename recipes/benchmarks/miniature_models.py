@@ -20,12 +20,12 @@ from transformers.utils import logging
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.recipes import blocked_attention
 from tnt_hf.recipes.benchmarks.train_models import parameters_of
+from tnt_hf.recipes.benchmarks.training import train_in_order
 from tnt_hf.recipes.corpus import Corpus
 from tnt_hf.recipes.data import train_tokenizer, windows
 from tnt_hf.recipes.demo_conversion import measured_on
 from tnt_hf.recipes.demo_jobs import losses_by_position, shuffled
 from tnt_hf.recipes.optimization import parameter_groups
-from tnt_hf.recipes.training import train_in_order
 
 
 REFERENCE = "TNT {8}"
