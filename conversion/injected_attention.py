@@ -132,9 +132,8 @@ def enter_model(
                 cache.holds_padding = True
     if mask is not None and "position_ids" in parameters and given.get("position_ids") is None:
         if _sees_positions(injected) and (torch.compiler.is_compiling() or not bool(mask.all())):
-            given["position_ids"] = (mask.to(torch.bool).cumsum(1) - 1).clamp_min(0)[
-                :, -T:
-            ]  # as `generate` counts them
+            count = mask.to(torch.bool).cumsum(1) - 1  # as `generate` counts them
+            given["position_ids"] = count.clamp_min(0)[:, -T:]
     given[ARGUMENT] = MemoryCall(valid, segment_ids)
     return (), given
 

@@ -8,6 +8,7 @@ import torch
 from interpreter import run_cases
 from test_memory import assert_same, make_inputs
 from tiny import tiny_model
+from torch.autograd.graph import saved_tensors_hooks
 from torch.export import Dim
 from transformers.exporters.configs import DynamoConfig
 from transformers.exporters.exporter_dynamo import DynamoExporter
@@ -65,6 +66,19 @@ def case_loss_and_gradients(name):
         return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
     both(name, measure)
+
+
+def case_hooks_on_saved_tensors():
+    """They may lay numbers out in another way."""
+    ids = torch.arange(20)[None] % 13
+
+    def measure(model):
+        model.set_attn_implementation("eager")  # SDPA's own backward does not bear them
+        with saved_tensors_hooks(lambda x: x.detach().mT.contiguous().mT if x.dim() > 1 else x.detach(), lambda x: x):
+            loss = model(ids, labels=ids).loss
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    both(USUAL, measure)
 
 
 def case_gradient_checkpointing():

@@ -37,6 +37,12 @@ def once_differentiable(backward: Callable) -> Callable:
     return checked
 
 
+def saved(ctx) -> list[torch.Tensor | None]:
+    """What `save_for_backward` was given, row after row, as kernels read it: hooks on saved tensors may have changed
+    strides. To be read once: gradient checkpointing makes it."""
+    return [None if x is None else x.contiguous() for x in ctx.saved_tensors]
+
+
 def batched(x: torch.Tensor | None) -> bool:
     """Whether x stands for many gradients: `is_grads_batched` of `torch.autograd.grad`, `vectorize` of Jacobians."""
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .derivative_tnt import once_differentiable
+from .derivative_tnt import once_differentiable, saved
 from .kernels_parts_tnt import jit, load, phi, row_norms, slope, store, through_unit, tl, triton, unit
 
 
@@ -111,7 +111,7 @@ class TritonFeatures(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_y):
-        x, weight, documents = ctx.saved_tensors
+        x, weight, documents = saved(ctx)
         d_y, d_z, d_weight = d_y.contiguous(), torch.empty_like(x), None
         if ctx.needs_input_grad[1]:
             d_weight = weight.new_empty(_tiles(x, ctx.constants) * len(x), *weight.shape, dtype=torch.float32)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .derivative_tnt import once_differentiable
+from .derivative_tnt import once_differentiable, saved
 from .kernels_chunk_tnt import read, read_reverse, write_reverse, write_sums
 from .kernels_parts_tnt import (
     NOWHERE,
@@ -92,9 +92,8 @@ class TritonGlobal(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o, _, d_W_end, d_xi_end, d_S_end):
-        plan, saved = ctx.plan, ctx.saved_tensors  # to be read once: gradient checkpointing makes them
-        q, k, v, *coef = saved[:9]
-        gain, bias, W0, xi, S0, target, starts, momenta = saved[9:]
+        plan, (q, k, v, *rest) = ctx.plan, saved(ctx)
+        *coef, gain, bias, W0, xi, S0, target, starts, momenta = rest
         ends = _Ends.of(*coef)
         chunks = _Chunks(plan, *ctx.net, q, k, v, ends, W0, target, gain, bias)
         d_q, reads, norm_reads = chunks.read_reverse(starts, d_o.to(q.dtype).contiguous())

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .derivative_tnt import once_differentiable
+from .derivative_tnt import once_differentiable, saved
 from .kernels_parts_tnt import (
     NOWHERE,
     PLACES,
@@ -153,7 +153,7 @@ class TritonProjection(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_M):
-        (q, u, M, *normed), walk = ctx.saved_tensors, ctx.walk
+        (q, u, M, *normed), walk = saved(ctx), ctx.walk
         d_out, d_q, d_u = d_out.to(q.dtype).contiguous(), torch.empty_like(q), torch.empty_like(u)
         if normed:
             K = q.shape[-1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .coefficients_tnt import Coef, chunk_coefficients
-from .derivative_tnt import once_differentiable
+from .derivative_tnt import once_differentiable, saved
 from .kernels_global_tnt import global_scan
 from .kernels_local_reverse_tnt import reverse_kernel
 from .kernels_local_tnt import forward_kernel
@@ -180,7 +180,7 @@ class TritonScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o, _, d_end, d_x_end):
-        plan, shape, (*inputs, kept) = ctx.plan, ctx.shape, ctx.saved_tensors
+        plan, shape, (*inputs, kept) = ctx.plan, ctx.shape, saved(ctx)
         q, k, v, theta, c, A, D, s_end, m_end, gain, bias, state, x, target = inputs
         every = sum(plan.counts) == len(theta)  # else chunks at a grid's end have no program, whose tokens have slots
         blank, blank_of_slots = (torch.empty_like if x else torch.zeros_like for x in (plan.dense or every, every))

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .derivative_tnt import once_differentiable
+from .derivative_tnt import once_differentiable, saved
 from .native_build_tnt import LAYERS, TENSORS, library
 from .plan_tnt import Plan, keeps_all
 
@@ -72,11 +72,11 @@ class NativeScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o, _, *d_ends):
-        plan, depth, saved = ctx.plan, ctx.depth, _plain(ctx.saved_tensors)  # hooks may have changed strides
-        kinds = {x.dtype for x in saved if x is not None and x.is_floating_point()} - {d_o.dtype}
+        plan, depth, tensors = ctx.plan, ctx.depth, saved(ctx)
+        kinds = {x.dtype for x in tensors if x is not None and x.is_floating_point()} - {d_o.dtype}
         if kinds:
             raise RuntimeError(f"hooks on saved tensors returned {kinds.pop()} for what was {d_o.dtype}")
-        named, rest = dict(zip(INPUTS, saved)), saved[len(INPUTS) :]
+        named, rest = dict(zip(INPUTS, tensors)), tensors[len(INPUTS) :]
         layers = dict(zip((*STATES, *TAPE), _split(rest, depth)))
         # zeros are what the code adds to, or leaves alone: programs that a grid leaves out, an unread last chunk
         d_inputs = {f"D_{x}": _zeros(named[x]) for x in INPUTS[INPUTS.index("THETA") :]}
