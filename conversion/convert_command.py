@@ -86,7 +86,8 @@ def run(options: argparse.Namespace) -> int:
     if config.memory_layer_indices and not found["memory_starts_closed"]:
         print("gate        open from the start: the result does not compute what its source does")
     print(f"result      {target}")
-    print(f"next        tnt verify {shlex.quote(options.source)} {shlex.quote(options.output)}")
+    folders = [f"./{x}" if x.startswith("-") else x for x in (options.source, options.output)]
+    print(f"next        tnt verify {shlex.join(folders)}")
     return 0
 
 

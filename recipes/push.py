@@ -194,6 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
             regenerate_card=options.regenerate_card,
             license=options.license,
         )
+    except BrokenPipeError:  # nobody reads what it prints any more
+        raise
     except (ValueError, OSError) as error:
         print(f"tnt push: {error}", file=sys.stderr)
         return 2

@@ -214,6 +214,8 @@ def _command_line(arguments: list[str]) -> tuple[Path | None, dict[str, Any]]:
         else:
             given[name] = Text(values[0]) if len(values) == 1 else [Text(value) for value in values]
     config = given.pop("config", None)
+    if isinstance(config, Flag):
+        raise ValueError("--config: names no file")
     if isinstance(config, list):
         raise ValueError(f"config={' '.join(config)!r}: must be one file")
     return (None if config is None else find_recipe(config).resolve()), given

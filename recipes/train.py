@@ -68,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"tnt train: {str(error) or 'stopped by the user before the first step'}", file=sys.stderr)
         return 143 if isinstance(error, Terminated) else 130
+    except BrokenPipeError:  # nobody reads what it prints any more
+        raise
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"tnt train: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, FloatingPointError) else 2
@@ -150,6 +152,12 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
         )
     if args.device.type == "cpu" and args.fp16:
         raise ValueError("fp16=True: has no effect on a CPU; use bf16 (with use_cpu)")
+    chosen = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
+    if args.mixed_precision != chosen:  # of the environment, also of what `accelerate launch` puts there
+        raise ValueError(
+            f"ACCELERATE_MIXED_PRECISION={args.mixed_precision!r}: the recipe says {chosen!r}; give it --bf16 or"
+            " --fp16, or accelerate launch --mixed_precision no"
+        )
     if args.device.type == "cpu":
         args.dataloader_pin_memory = False  # there is nothing to pin it for
         keep_freed_memory()

@@ -97,6 +97,17 @@ def test_an_entry_with_a_number_for_a_name_is_overridden_like_any_other(file):
     assert {int(step): sizes for step, sizes in found.run.chunk_size_schedule.items()} == {2: [2, 4], 6: 2}
 
 
+@pytest.mark.parametrize("words, said", [([], "no"), (["--bf16"], "bf16")], ids=["float32", "bfloat16"])
+def test_the_environment_does_not_choose_the_precision(file, tmp_path, monkeypatch, words, said):
+    """Which `accelerate launch` writes there."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    given = [*file("tokenizer: somewhere"), "--use_cpu", *words, "--output_dir", str(tmp_path / "out")]
+    wrong = "ACCELERATE_MIXED_PRECISION='bf16': the recipe says 'no'" if said == "no" else "somewhere"
+    with pytest.raises((ValueError, OSError), match=wrong):
+        prepare(given)
+    assert not (tmp_path / "out").exists()
+
+
 def test_half_precision_that_a_cpu_does_not_train_in_is_refused(file, tmp_path):
     with pytest.raises(ValueError, match="fp16=True: has no effect on a CPU; use bf16"):
         prepare([*file("tokenizer: somewhere"), "--use_cpu", "--fp16", "--output_dir", str(tmp_path / "out")])
@@ -359,6 +370,7 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
         ("--log_level foo", "log_level='foo': must be one of detail, debug, info, warning, error, critical, passive"),
         ("--ddp_backend foo", "ddp_backend='foo': must be one of nccl, gloo, "),
         ("--accelerator_config.foo 1", "TypeError: AcceleratorConfig.__init__() got an unexpected keyword argument"),
+        ("--config", "--config: names no file"),
         ("--config nowhere/x", "config='nowhere/x': is neither a file nor a recipe of the package"),
     ],
     ids=lambda value: value if value.startswith("-") or value == "3" else "",

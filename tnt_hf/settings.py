@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 
+# of YAML 1.2
+WHOLE_NUMBER = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
+NUMBER = re.compile(r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$")
+
+
 def parse_yaml(text: str) -> Any:
     """
-    YAML in which `1e-6` is a number, as in JSON and YAML 1.2; PyYAML reads YAML 1.1, where it is a string.
+    YAML with the numbers of YAML 1.2. PyYAML's are of YAML 1.1: `1e-6` is a text there, `010` eight, `12:30` 750.
 
     Raises:
         ValueError: the text is not valid YAML, or a mapping has a key twice, of which PyYAML would drop the first.
@@ -26,8 +31,14 @@ def parse_yaml(text: str) -> Any:
                     seen.add(key.value)
             return super().construct_mapping(node, deep)
 
-    number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    kinds, first = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"), list("-+.0123456789")
+    Loader.yaml_implicit_resolvers = {
+        start: [(tag, pattern) for tag, pattern in known if tag not in kinds]
+        for start, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for tag, pattern in zip(kinds, (WHOLE_NUMBER, NUMBER)):
+        Loader.add_implicit_resolver(tag, pattern, first)
+    Loader.add_constructor(kinds[0], lambda _, node: int(node.value, 0 if node.value[1:2] in ("o", "x") else 10))
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last of dates that do not exist
