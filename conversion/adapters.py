@@ -169,12 +169,14 @@ def get_tptt_model(
 
 
 def check_no_adapters(model: object) -> None:
-    """Raises ValueError: `model.add_adapter` put one into the model, which a `PeftModel` would replace."""
-    if added := sorted(getattr(model, "peft_config", None) or {}):
-        raise ValueError(
-            f"base={type(model).__name__}: has the adapter {added[0]!r}, put in by add_adapter, which another would"
-            f" replace; take it out with model.delete_adapter({added[0]!r})."
-        )
+    """Raises ValueError: a model without its `PeftModel` has adapters already, which another would replace."""
+    added = sorted(getattr(model, "peft_config", None) or {})
+    if not added or isinstance(model, PeftModel):
+        return
+    how = "they are of a PeftModel: pass that, or take them out with its unload()"
+    if getattr(model, "_hf_peft_config_loaded", False):
+        how = f"add_adapter or from_pretrained put it in: take it out with model.delete_adapter({added[0]!r})"
+    raise ValueError(f"base={type(model).__name__}: has the adapter {added[0]!r}, which another would replace; {how}.")
 
 
 @contextmanager

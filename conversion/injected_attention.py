@@ -67,9 +67,10 @@ def enter_model(
     tokens, embeds = given.get("input_ids"), given.get("inputs_embeds")
     if (tokens is None) == (embeds is None):
         return args, kwargs  # the model has its own message
-    shape = list(embeds.shape[:2] if tokens is None else tokens.shape)
+    shape = list(embeds.shape[:-1] if tokens is None else tokens.shape)
     if len(shape) != 2:
-        raise ValueError(f"input_ids has the shape {shape}: it must be [batch, tokens].")
+        name = "inputs_embeds, without its last axis," if tokens is None else "input_ids"
+        raise ValueError(f"{name} has the shape {shape}: it must be [batch, tokens].")
     B, T = shape
     config = module.config
     if not str(config._attn_implementation).startswith(PREFIX):

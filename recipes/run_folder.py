@@ -91,12 +91,12 @@ def _settings(output: Path) -> dict[str, Any]:
 
 def claim_output(output: Path, given: dict[str, Any]) -> None:
     """Write the settings into the folder, as a recipe that repeats the run. Raises OSError naming it if it cannot."""
-    import yaml
+    from tnt_hf.settings import dump_yaml
 
     output.mkdir(parents=True, exist_ok=True)
     partial = output / f".{RESOLVED}.partial"
     with naming(output / RESOLVED):
-        partial.write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        partial.write_text(dump_yaml(given), encoding="utf-8")
         os.replace(partial, output / RESOLVED)
 
 

@@ -466,3 +466,24 @@ def test_a_device_that_does_not_exist_is_not_the_files_fault(tmp_path):
     config = tiny_model().config
     with pytest.raises(ValueError, match="device='foo'"):
         TNTCache.load(tmp_path / "session.safetensors", config, device="foo")
+
+
+@pytest.mark.parametrize("memory_layers", [[0, 1], [1]])
+def test_a_window_does_not_hold_the_prompt(memory_layers):
+    cache = filled(model := tiny_model(memory_layers=memory_layers), tokens(2, 60))
+    for layer in cache.layers:
+        for x in (layer.keys, layer.values):
+            assert x.shape[2] == model.config.sliding_window - 1
+            assert x.untyped_storage().nbytes() == x.nbytes
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_training_goes_on_behind_a_prompt_of_inference_mode(length):
+    model, gradients = tiny_model(), []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model.zero_grad()
+        with mode():
+            cache = model(tokens(2, 5), use_cache=True).past_key_values
+        model(tokens(2, length, seed=2), past_key_values=cache).logits.square().sum().backward()
+        gradients.append(model.model.layers[0].memory.q_proj.weight.grad.clone())
+    assert torch.equal(*gradients)

@@ -297,3 +297,16 @@ def test_a_library_cache_starts_over_without_its_padding():
     for part in (ids[:, :5], ids[:, 5:]):
         logits = model(part, past_key_values=cache).logits
     torch.testing.assert_close(logits, model(ids).logits[:, 5:], rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_library_cache_that_starts_over_has_agreed_with_no_mask():
+    model, ids = tiny_model(), tokens(1, 11)
+    cache, mask = DynamicCache(config=model.config), torch.ones_like(ids)
+    model(ids[:, :9], attention_mask=mask[:, :9], past_key_values=cache)
+    model(ids[:, 9:10], attention_mask=mask[:, :10], past_key_values=cache)
+    cache.reset()
+    model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
+    mask[0, 2] = 0
+    with pytest.raises(ValueError, match="but the memory has read"):
+        model(ids[:, 10:], attention_mask=mask, past_key_values=cache)

@@ -1,5 +1,6 @@
 """Values that people write into files and on command lines, and `--config` of every command."""
 
+import argparse
 import errno
 import math
 import re
@@ -9,8 +10,9 @@ import yaml
 from model_folders import save_letters
 
 from tnt_hf.cli import main
+from tnt_hf.command_line import parse_arguments
 from tnt_hf.recipes import push, train
-from tnt_hf.settings import parse_yaml
+from tnt_hf.settings import dump_yaml, parse_yaml
 
 
 FIELDS = {
@@ -30,11 +32,24 @@ def test_numbers_with_an_exponent_are_numbers():
 
 
 def test_numbers_are_those_of_yaml_1_2():
-    """PyYAML's own rules make eight of the first, 750 of the time, and a thousand of the last."""
-    numbers = {"010": 10, "-07": -7, "0x1F": 31, "0o17": 15, "+3": 3, "5.": 5.0, "-.5": -0.5, "-.inf": -math.inf}
+    """PyYAML's own rules make eight of the first and 750 of the time."""
+    numbers = {
+        "010": 10,
+        "1_000": 1000,
+        "-07": -7,
+        "0x1F": 31,
+        "0o17": 15,
+        "+3": 3,
+        "5.": 5.0,
+        "-.5": -0.5,
+        "-.inf": -math.inf,
+    }
     assert {text: parse_yaml(text) for text in numbers} == numbers
-    for text in ("12:30", "1_000", "0b11", "1.2.3"):
+    for text in ("12:30", "0b11", "1.2.3"):
         assert parse_yaml(text) == text
+    for text in (*numbers, "12:30", "08", "1e5", "yes", "a: b", "~"):  # texts that a recipe holds
+        for read in (parse_yaml, yaml.safe_load):
+            assert read(dump_yaml({"name": text, "a": [text, 1, 0.5]})) == {"name": text, "a": [text, 1, 0.5]}
 
 
 def test_what_is_nested_too_deeply_is_no_yaml():
@@ -120,3 +135,14 @@ def test_who_no_longer_reads_the_output_made_no_mistake(monkeypatch, module, fun
     monkeypatch.setattr(module, function, unread)
     with pytest.raises(BrokenPipeError):
         module.main(["folder", "me/model"])
+
+
+@pytest.mark.parametrize(
+    "words, wanted", [([], ["a", "b"]), (["--only", "c"], ["c"]), (["--on=c"], ["c"]), (["--", "x"], ["a", "b"])]
+)
+def test_a_repeated_option_replaces_that_of_the_file(words, wanted, settings_file):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", action="append")
+    parser.add_argument("rest", nargs="*")
+    found = parse_arguments(parser, ["--config", settings_file({"only": ["a", "b"]}), *words])
+    assert found.only == wanted

@@ -1,5 +1,6 @@
 """A converted checkpoint computes what its source computes, and is complete."""
 
+import itertools
 import json
 from itertools import islice
 from pathlib import Path
@@ -340,3 +341,11 @@ def test_mixed_precision_stays_what_it_is(tmp_path):
     ids, _ = batch()
     with torch.no_grad():
         assert reload(source)(ids).logits.equal(reload(result)(ids).logits)
+
+
+def test_no_two_tensors_of_a_memory_start_alike(tmp_path):
+    _, result = convert(tmp_path, memory_depth=2, memory_conv_kernel=4)
+    made = load_file(result / "model-memory-00001-of-00001.safetensors")
+    random = {name: x for name, x in made.items() if x.unique().numel() > 2 and "proj.weight" not in name}
+    for (name, x), (other, y) in itertools.combinations(random.items(), 2):
+        assert not torch.equal(x, y), f"{name} {other}"

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from transformers import DynamicCache, LlamaConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from tnt_hf import TNTCache, TNTForCausalLM
+from tnt_hf.convolution_tnt import TNTCausalConv
 from tnt_hf.masks_tnt import build_masks
 from tnt_hf.network_tnt import Net, norms
 from tnt_hf.projection_tnt import project_queries
@@ -177,6 +178,24 @@ def test_another_memory_takes_effect_while_decoding(how):
     with register_module_forward_hook(half) if how == "hook of all modules" else nullcontext():
         if how == "class of its own":
             model.model.layers[1].memory.memories[0].__class__ = HalfUnit
+        full = model(ids).logits
+        decoded = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(12)]
+    torch.testing.assert_close(torch.cat(decoded, 1), full, atol=1e-9, rtol=0)
+    assert not torch.allclose(full, plain)
+
+
+@pytest.mark.parametrize("how", ["hook of all modules", "forward of the class"])
+@torch.no_grad()
+def test_another_convolution_takes_effect_while_decoding(how, monkeypatch):
+    model, ids = tiny_model(), tokens(2, 12)
+    plain, cache, own = model(ids).logits, TNTCache(model.config), TNTCausalConv.forward
+
+    def half(module, args, output):
+        return output / 2 if type(module) is TNTCausalConv else output
+
+    if how == "forward of the class":
+        monkeypatch.setattr(TNTCausalConv, "forward", lambda self, window: own(self, window) / 2)
+    with register_module_forward_hook(half) if how == "hook of all modules" else nullcontext():
         full = model(ids).logits
         decoded = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(12)]
     torch.testing.assert_close(torch.cat(decoded, 1), full, atol=1e-9, rtol=0)

@@ -361,3 +361,18 @@ def test_a_cache_beside_use_cache_false_is_refused():
     cache = model(ids, use_cache=True)[CACHE_NAME]
     with pytest.raises(ValueError, match="use_cache=False"):
         model(ids[:, :1], use_cache=False, **{CACHE_NAME: cache})
+
+
+@opened
+def test_a_cache_of_inference_mode_goes_on_in_training(config):
+    model, ids = inject(tiny_host("llama", torch.float64), config), tokens(2, 12)
+    caches = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            caches.append(model(ids[:, :9], use_cache=True).past_key_values)
+    gradients = []
+    for cache in caches:
+        model.zero_grad()
+        model(ids[:, 9:], past_key_values=cache).logits.square().sum().backward()
+        gradients.append(model.model.layers[0].self_attn.v_proj.weight.grad.clone())
+    assert torch.equal(*gradients)

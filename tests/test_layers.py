@@ -9,9 +9,10 @@ import pytest
 import torch
 from tiny import tiny_config
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tnt_hf import TNTConfig, TNTForCausalLM, branch_tnt, modeling_tnt
-from tnt_hf.convolution_tnt import BLOCK, TNTCausalConv, convolve, convolve_token
+from tnt_hf.convolution_tnt import BLOCK, TNTCausalConv, convolve, convolve_token, is_plain
 from tnt_hf.gate_tnt import TNTRMSNorm
 from tnt_hf.projection_tnt import unit_vectors
 
@@ -197,3 +198,23 @@ def test_earlier_taps_of_a_convolution_start_as_noise():
     taps = TNTForCausalLM(config).model.layers[0].memory.q_conv.weight
     assert 0.5 < taps[..., :-1].std() / config.initializer_range < 2
     assert 0.5 < (taps[..., -1] - 1).std() / config.initializer_range < 2
+
+
+@pytest.mark.parametrize("dtype, autocast", [(torch.bfloat16, False), (torch.float32, True)])
+def test_one_token_is_rounded_to_half_precision_once(dtype, autocast):
+    conv, x = TNTCausalConv(64, 4).to(dtype), torch.randn(3, 4, 64).bfloat16().to(dtype)
+    nn.init.normal_(conv.weight)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, _ = convolve_token([conv], (x[:, 3:],), x[:, :3].transpose(1, 2), None)
+    weight = conv.weight.bfloat16().double()[:, 0]
+    exact = (x.double().transpose(1, 2) * weight).sum(-1)[:, None]
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_a_hook_of_all_modules_is_around_each(register):
+    conv = TNTCausalConv(4, 4)
+    with register(lambda *_: None):
+        assert not is_plain(conv, TNTCausalConv)
+    assert is_plain(conv, TNTCausalConv)

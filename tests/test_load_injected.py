@@ -220,6 +220,11 @@ def test_an_adapter_that_the_library_put_in_is_not_replaced(adapter):
         assert torch.equal(logits(host), before) and not hasattr(host.config, "tnt_injection")
     host.delete_adapter("default")
     assert torch.equal(logits(load_injected(host, adapter[0])), adapter[1])
+    around = get_peft_model(tiny_host("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="they are of a PeftModel: pass that"):
+        load_injected(around.get_base_model(), adapter[0])
+    with pytest.raises(ValueError, match="not PeftModel: inject into the base model, before LoRA"):
+        get_tptt_model(around, OPEN_TNT)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -20,6 +21,7 @@ from tnt_hf.conversion import LiZAConfig, convert_checkpoint, get_tptt_model, in
 from tnt_hf.conversion.manifest import MANIFEST, check_manifest
 from tnt_hf.recipes.model_card import is_generated, model_card, sections, write_card
 from tnt_hf.recipes.model_card_tables import records, text
+from tnt_hf.recipes.model_folder import read_model
 
 
 ALL = ["", "Quick start", "Architecture", "Training data", "Training", "Results", "Limits", "Citation"]
@@ -287,9 +289,10 @@ def test_a_run_that_began_with_a_conversion_says_so(conversion, tmp_path):
     assert "may and may not be used for" in sections(card)["Limits"]
 
 
-def test_stage_2_names_stage_1(run, tmp_path):
+@pytest.mark.parametrize("name", ["/srv/runs/books/stage1", "runs/books/stage1", "./books/stage1"])
+def test_stage_2_names_stage_1(run, tmp_path, name):
     folder = copied(run, tmp_path)
-    settings = {"model": {"model": "/srv/runs/books/stage1"}}
+    settings = {"model": {"model": name}}
     (folder / "training.json").write_text(json.dumps(RUN | {"mode": "stage2", "settings": settings}))
     assert "Training started from `stage1`" in model_card(folder, "stage2")
 
@@ -442,3 +445,14 @@ def test_the_card_that_is_shown_is_as_it_was_generated():
         assert found["environment"]["commit"] in parts["Training"] and not found["environment"]["uncommitted_changes"]
     for picture in re.findall(r"\]\(([\w/]+\.png)\)", card):
         assert (folder / picture).is_file()
+
+
+def test_weights_without_a_digest_are_told_by_their_time(conversion, tmp_path):
+    folder = copied(conversion, tmp_path)
+    manifest, shard = json.loads((folder / MANIFEST).read_text()), next(folder.glob("model-base-*.safetensors"))
+    entry = manifest["files"][shard.name]
+    entry |= {"sha256": None, "mtime_ns": shard.stat().st_mtime_ns}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert read_model(folder).is_as_converted
+    os.utime(shard, ns=(0, entry["mtime_ns"] + 1))
+    assert not read_model(folder).is_as_converted

@@ -277,6 +277,7 @@ FAULTS = {
     "truncated weights": (lambda f: os.truncate(f / "model.safetensors", 900), "is truncated"),
     "nan in the weights": (lambda f: change_weights(f, not_a_number), "'lm_head.weight' holds nan"),
     "a tensor is missing": (lambda f: change_weights(f, lambda t: t.pop(NORM)), f"{NORM!r} of the configuration"),
+    "no head": (lambda f: change_weights(f, lambda t: t.pop("lm_head.weight")), "'lm_head.weight' of the config"),
     "a tensor too many": (lambda f: change_weights(f, lambda t: t.update(x=torch.ones(2))), "'x' does not belong to"),
     "another shape": (lambda f: change_weights(f, lambda t: t.update({NORM: torch.ones(31)})), f"{NORM!r} has shape"),
     "config out of range": (lambda f: set_field(f, "config.json", num_hidden_layers=-1), "num_hidden_layers=-1"),

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_trainer_resume import sealed
 
+from tnt_hf.recipes.checkpoints import checkpoints, delete_old_checkpoints
 from tnt_hf.recipes.run_folder import LOCK, check_output, check_unused, claim_output, sole_run
 
 
@@ -177,3 +179,20 @@ def test_looking_whether_a_folder_is_used_makes_nothing(tmp_path):
 def test_the_settings_are_a_recipe(output):
     assert (output / "recipe.yaml").read_text() == "adam_beta1: 2\nseed: 1\n"
     assert [path.name for path in output.iterdir()] == ["recipe.yaml"]
+
+
+def test_the_best_checkpoint_stays_however_it_is_named(tmp_path, monkeypatch):
+    sealed(tmp_path, 1, 2, 3)
+    monkeypatch.chdir(tmp_path)
+    delete_old_checkpoints(".", 2, best=str(tmp_path / "checkpoint-1"))
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_a_checkpoint_that_is_a_link_is_deleted(tmp_path):
+    sealed(tmp_path, 2, 3)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    sealed(elsewhere, 1)
+    (tmp_path / "checkpoint-1").symlink_to(elsewhere / "checkpoint-1")
+    for limit in (2, 1):
+        delete_old_checkpoints(tmp_path, limit)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "elsewhere"]

@@ -9,10 +9,14 @@ import signal
 
 import pytest
 import torch
+from test_inject import attention_modules
 from tiny import tiny_model
+from tiny_hosts import tiny_host
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from tnt_hf.conversion import LiZACallback, LiZAConfig, inject
+from tnt_hf.conversion.inject import set_max_self_attn_length
+from tnt_hf.conversion.injection_config import TNTInjectionConfig, injection_from_dict
 from tnt_hf.conversion.schedules import mag_modules
 
 
@@ -215,3 +219,22 @@ def test_a_model_without_a_scheduled_weight_is_refused_before_training(make, tmp
 def test_a_model_without_such_a_weight_is_told_what_to_leave_out():
     with pytest.raises(ValueError, match=r"in a recipe give --mag_schedule null; or inject LiZA"):
         LiZACallback("ramp").on_train_begin(None, None, None, model=torch.nn.Linear(1, 1))
+
+
+def test_sizes_that_followed_the_window_outlive_a_change_of_it():
+    model = inject(tiny_host("llama"), TNTInjectionConfig(max_self_attn_length=8))
+    fields = ("global_chunk_size", "local_reset_interval")
+    sizes = [[getattr(x.memory.config, name) for name in fields] for x in attention_modules(model).values()]
+    set_max_self_attn_length(model, 32)
+    again = inject(tiny_host("llama"), injection_from_dict(model.config.tnt_injection))
+    assert sizes == [[getattr(x.memory.config, name) for name in fields] for x in attention_modules(again).values()]
+    assert again.config.tnt_injection["max_self_attn_length"] == 32
+
+
+def test_a_window_that_leaves_tokens_to_no_memory_is_refused():
+    sizes = {"global_chunk_size": 16, "local_chunk_sizes": [4], "local_reset_interval": 24}
+    model = inject(tiny_host("llama"), TNTInjectionConfig(max_self_attn_length=16, **sizes))
+    with pytest.raises(ValueError, match="local_reset_interval"):
+        set_max_self_attn_length(model, 8)
+    assert model.config.tnt_injection["max_self_attn_length"] == 16
+    assert {x.max_self_attn_length for x in attention_modules(model).values()} == {16}

@@ -230,3 +230,20 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"errors\.png.*tnt-hf\[train\]"):
         plot([0.1], tmp_path / "errors.png")
     assert not (tmp_path / "errors.png").exists()
+
+
+def test_errors_in_half_precision_are_summed_in_more():
+    """Squares of large outputs are none of float16; a relative error does not know how large the outputs are."""
+    model, errors = source("llama", torch.float16), []
+    for _ in range(2):
+        errors.append(window_errors(model, ids(2, 31), 5)[-1])
+        model.model.layers[-1].self_attn.o_proj.weight.data.mul_(2**12)
+    assert errors[0] == pytest.approx(errors[1], rel=1e-6)
+
+
+def test_losses_in_half_precision_are_summed_in_more():
+    model, row = source("llama", torch.bfloat16), ids(1, 300)
+    with torch.no_grad():
+        logits = model(row).logits[0, 5:-1].float()
+    wanted = float(F.cross_entropy(logits, row[0, 6:]))
+    assert window_losses(model, row, 5, layers=[[]]) == pytest.approx([wanted], rel=1e-6)

@@ -221,3 +221,12 @@ def test_an_empty_cache_is_a_session(tmp_path):
     TNTCache(model.config).save(tmp_path / "session")
     cache = TNTCache.load(tmp_path / "session", model.config)
     assert model(ids, past_key_values=cache).logits.equal(model(ids).logits)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_cache_goes_on_after_its_model_was_cast(length):
+    model, ids, rest = tiny_model(torch.float32), tokens(2, 9), tokens(2, length, seed=2)
+    cache, expected = filled(model, ids), go_on(model, filled(model, ids), rest)
+    found = go_on(model.to(torch.bfloat16), cache, rest)
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).norm() < 0.1 * expected.norm()  # 8 bits, rounded a dozen times

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -582,3 +583,10 @@ def test_evaluations_and_teachers_are_in_the_precision_of_training(tmp_path):
     run = RecipeTrainer(model, settings, teacher=teacher, objective=objective)
     run.compute_loss(model, {name: x[None] for name, x in samples(1)[0].items()})
     assert found == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("drop_last, wanted", [(False, 3), (True, 2)])
+def test_the_steps_of_several_processes_share_the_rows(drop_last, wanted):
+    settings = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
+    settings |= {"per_device_train_batch_size": 2, "world_size": 2, "dataloader_drop_last": drop_last}
+    assert run_steps(SimpleNamespace(**settings), range(10)) == wanted

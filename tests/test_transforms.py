@@ -214,5 +214,8 @@ def test_a_decoded_token_does_not_lose_its_tangent():
     cache = model(inputs_embeds=x[:, :5]).past_key_values
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="does not support"):
         model(inputs_embeds=forward_ad.make_dual(x[:, 5:6], x[:, 5:6]), past_key_values=cache)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward_ad.*cannot be transformed"):
+    with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
         model(inputs_embeds=forward_ad.make_dual(x, x))
+    wanted = model(inputs_embeds=x).logits
+    with forward_ad.dual_level():  # which another thread may have opened
+        assert torch.equal(model(inputs_embeds=x).logits, wanted)

@@ -408,3 +408,12 @@ def test_attention_runs_in_blocks_under_autocast():
     expected = F.scaled_dot_product_attention(q, k, v, window_tnt._seen(1300, 1300, 300, q.device))
     assert found.dtype == torch.bfloat16 and exact.dtype == torch.float64  # which autocast leaves alone
     torch.testing.assert_close(found.float(), expected.transpose(1, 2), rtol=0, atol=2e-2)  # bfloat16 inputs
+
+
+@pytest.mark.parametrize("D, persistent, dropout", [(12, 0, 0.0), (264, 0, 0.0), (8, 2, 0.0), (8, 0, 0.5)])
+def test_what_flash_attention_cannot_do_is_not_asked_of_it(D, persistent, dropout, monkeypatch):
+    monkeypatch.setattr(window_tnt, "_flash_runs", lambda x: True)
+    monkeypatch.setattr(window_tnt, "_flash", lambda *args: pytest.fail("was asked"))
+    q, k, v = torch.randn(3, 1, 2, 40 + persistent, D)
+    o = window_attention(q[:, :, persistent:], k, v, Window(16, None, None), persistent, dropout=dropout)
+    assert o.shape == (1, 40, 2, D)

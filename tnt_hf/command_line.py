@@ -61,7 +61,7 @@ def with_config(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
             raise ValueError(f"--config {path}: {name}={value!r}: is not an argument of {parser.prog}{hint}")
         action = actions[name]
         if isinstance(action, argparse._AppendAction):
-            given = any(action.option_strings[0].startswith(x.partition("=")[0]) for x in words if x.startswith("--"))
+            given = any(action.option_strings[0].startswith(x.partition("=")[0]) for x in words if x[:2] == "--" != x)
             values = [] if given else value if isinstance(value, list) else [value]
         else:
             values = [value]

@@ -2,7 +2,7 @@
 pushed checkpoint."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.autograd import forward_ad
@@ -49,11 +49,14 @@ def batched(x: torch.Tensor | None) -> bool:
 
 
 def transformed() -> bool:
-    """Whether a transform of `torch.func` (grad, jvp, vmap, ...) or forward-mode differentiation runs, which know
-    torch's own operations alone."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether a transform of `torch.func` (grad, jvp, vmap, ...) runs, which knows torch's own operations alone."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def has_tangent(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them carries a forward-mode derivative. That a level of those is open says nothing: it may be
+    another thread's."""
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def check_transforms() -> None:
@@ -63,6 +66,5 @@ def check_transforms() -> None:
     """
     if transformed():
         raise RuntimeError(
-            "torch.func and forward_ad: implementation='chunk', 'native' and 'triton' cannot be transformed, "
-            f"'naive' can{OF_A_MODEL}"
+            f"torch.func: implementation='chunk', 'native' and 'triton' cannot be transformed, 'naive' can{OF_A_MODEL}"
         )

@@ -566,7 +566,8 @@ class TNTModel(TNTPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         shape = list(inputs_embeds.shape[:-1])
         if len(shape) != 2 or not shape[0] * shape[1]:
-            raise ValueError(f"input_ids has the shape {shape}: it must be [batch, tokens] and hold a token.")
+            name = "inputs_embeds, without its last axis," if input_ids is None else "input_ids"
+            raise ValueError(f"{name} has the shape {shape}: it must be [batch, tokens] and hold a token.")
         B, T = shape
         if isinstance(attention_mask, Tensor):
             attention_mask = attention_mask.to(inputs_embeds.device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .convolution_tnt import is_plain
-from .derivative_tnt import transformed
+from .derivative_tnt import has_tangent, transformed
 from .gate_tnt import TNTGateLinear, TNTRMSNorm
 from .native_build_tnt import library, runs_native
 from .precision_tnt import cast
@@ -40,7 +40,7 @@ def native_parameters(memory: nn.Module, field: str, value: str, tensors: list[T
     """
     if value not in ("auto", "native") or tensors[0].device.type != "cpu":
         return None
-    if torch.compiler.is_compiling() or transformed():
+    if torch.compiler.is_compiling() or transformed() or has_tangent(tensors):
         return None
     if memory.norm is not None and not is_plain(memory.norm, TNTRMSNorm):
         return None

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 
-# of YAML 1.2
-WHOLE_NUMBER = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
+# of YAML 1.2, and 1_000
+WHOLE_NUMBER = re.compile(r"([-+]?[0-9]+(_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+)$")
 NUMBER = re.compile(r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$")
+
+
+INTEGER, FLOAT, STARTS = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float", list("-+.0123456789")
 
 
 def parse_yaml(text: str) -> Any:
@@ -31,20 +34,31 @@ def parse_yaml(text: str) -> Any:
                     seen.add(key.value)
             return super().construct_mapping(node, deep)
 
-    kinds, first = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"), list("-+.0123456789")
     Loader.yaml_implicit_resolvers = {
-        start: [(tag, pattern) for tag, pattern in known if tag not in kinds]
+        start: [(tag, pattern) for tag, pattern in known if tag not in (INTEGER, FLOAT)]
         for start, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    for tag, pattern in zip(kinds, (WHOLE_NUMBER, NUMBER)):
-        Loader.add_implicit_resolver(tag, pattern, first)
-    Loader.add_constructor(kinds[0], lambda _, node: int(node.value, 0 if node.value[1:2] in ("o", "x") else 10))
+    Loader.add_implicit_resolver(INTEGER, WHOLE_NUMBER, STARTS)
+    Loader.add_implicit_resolver(FLOAT, NUMBER, STARTS)
+    Loader.add_constructor(INTEGER, lambda _, node: int(node.value, 0 if node.value[1:2] in ("o", "x") else 10))
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last of dates that do not exist
         mark = getattr(error, "problem_mark", None)  # where the reader was stopped, which may be the end
         at = text if mark is None else ([*text.splitlines(), ""][mark.line] or text)
         raise ValueError(f"{at[:60]!r} is not valid YAML ({' '.join(str(error).split())})") from error
+
+
+def dump_yaml(value: Any) -> str:
+    """YAML of `value`, keys in their order, which `parse_yaml` and readers of YAML 1.1 read as the same."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):  # which quotes a text that either would take for a number
+        pass
+
+    Dumper.add_implicit_resolver(INTEGER, WHOLE_NUMBER, STARTS)
+    Dumper.add_implicit_resolver(FLOAT, NUMBER, STARTS)
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: Path, name: str) -> Any:
