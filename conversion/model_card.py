@@ -11,6 +11,7 @@ import yaml
 from tnt_hf.configuration_tnt import TNTConfig
 from tnt_hf.conversion.manifest import MANIFEST
 from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, Source, inside
+from tnt_hf.settings import dump_yaml
 
 
 PASSED_ON = ("license", "license_name", "license_link", "language")
@@ -199,7 +200,7 @@ def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source
         "tnt-hf": conversion["tnt_hf"],
     }
     return TEMPLATE.format(
-        metadata=yaml.safe_dump(metadata, sort_keys=False),
+        metadata=dump_yaml(metadata),
         title=name,
         source=f"[{source}](https://huggingface.co/{source})" if HUB_ID.fullmatch(source) else f"`{source}`",
         what=MEMORY.format(where=where, start=start) if layers else "TNT's form without a memory.",

@@ -255,8 +255,7 @@ def _attach(
 
     wrapped = isinstance(model, PeftModel)
     host = model.get_base_model() if wrapped else model
-    if not wrapped:
-        check_no_adapters(host)
+    check_no_adapters(model)
     if wrapped and name in model.peft_config:
         raise ValueError(f"adapter_name={name!r}: the PeftModel has an adapter of that name.")
     with _named(str(folder)):
@@ -292,9 +291,10 @@ def _attach(
             if lost := found.unexpected_keys:  # all were expected above, and the library renames some
                 raise ValueError(f"adapter={str(folder)!r}: peft does not find the place of tensor {lost[0]!r}.")
     except Exception:
-        if wrapped and name in model.peft_config:
-            model.delete_adapter(name)
-        if wrapped:  # peft may have frozen the adapters before, and they stay
+        if wrapped:
+            if name in model.peft_config:
+                model.delete_adapter(name)
+            # peft may have frozen the adapters before, and they stay
             for parameter, trained in trainable:
                 parameter.requires_grad_(trained)
         if ours:

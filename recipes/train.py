@@ -153,10 +153,8 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     if args.device.type == "cpu" and args.fp16:
         raise ValueError("fp16=True: has no effect on a CPU; use bf16 (with use_cpu)")
     chosen = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
-    if args.mixed_precision.lower() not in (
-        chosen,
-        "",
-    ):  # of the environment, also of what `accelerate launch` puts there
+    # of the environment, where `accelerate launch` puts it
+    if args.mixed_precision.lower() not in ("", chosen):
         raise ValueError(
             f"ACCELERATE_MIXED_PRECISION={args.mixed_precision!r}: the recipe says {chosen!r}; give it --bf16 or"
             " --fp16, or accelerate launch --mixed_precision no"

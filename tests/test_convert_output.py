@@ -10,6 +10,7 @@ import torch
 from checkpoints import save_source
 from safetensors.torch import load_file, save_file
 
+from tnt_hf.cli import main
 from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.manifest import check_manifest
 from tnt_hf.conversion.source import INDEX, read_header, read_source
@@ -80,3 +81,10 @@ def test_further_chat_templates_come_along_but_none_from_elsewhere(tmp_path, sou
     (templates / "secret.jinja").symlink_to(tmp_path / "secret")
     with pytest.raises(ValueError, match=r"secret\.jinja: leads to .*, outside the checkpoint's folder"):
         convert_checkpoint(source, tmp_path / "other", progress=False)
+
+
+def test_the_command_that_comes_next_takes_names_for_no_options(tmp_path, source, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source.rename("-source")
+    assert main(["convert", "--window", "16", "--", "-source", "-a result"]) == 0
+    assert "\nnext        tnt verify ./-source './-a result'\n" in capsys.readouterr().out

@@ -361,6 +361,17 @@ def test_a_model_that_lost_its_memory_gets_it_back_with_an_adapter(tmp_path):
     assert torch.equal(logits(load_injected(bare, tmp_path / "adapter")), logits(model))
 
 
+def test_a_revision_that_an_adapter_names_is_none_of_a_folder(tmp_path):
+    """As of a base that came from the Hub, and lies in a folder now."""
+    inject(tiny_host("llama"), OPEN_TNT).save_pretrained(tmp_path / "base")
+    base = load_injected(tmp_path / "base")
+    model = train(get_peft_model(base, lora_config(base)))
+    model.save_pretrained(tmp_path / "adapter")
+    values = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(values | {"revision": "main"}))
+    assert torch.equal(logits(load_injected(tmp_path / "adapter")), logits(model))
+
+
 def test_options_of_from_pretrained_reach_the_model(adapter, source, tmp_path):
     """For a whole model and for the base of an adapter."""
     inject(tiny_host("llama"), OPEN_TNT).save_pretrained(tmp_path)

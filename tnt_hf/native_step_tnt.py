@@ -46,9 +46,7 @@ def native_parameters(memory: nn.Module, field: str, value: str, tensors: list[T
         return None
     found = []
     for unit in memory.memories._modules.values():
-        if type(unit) is not TNTMemoryUnit:
-            return None
-        if "gates" in vars(unit):
+        if type(unit) is not TNTMemoryUnit or "gates" in vars(unit):
             return None
         modules, own = unit._modules, unit._parameters  # what a module has is slow to ask it for
         each = []
@@ -137,7 +135,8 @@ class NativeStep:
         places = [first, first + Q * size, first + (Q + K) * size] if self.whole else [y.data_ptr() for y in parts]
         places = array("Q", [x.data_ptr(), *places, *(0 if y is None else y.data_ptr() for y in tensors)])
         scales = [memory.net.eps, self.bound or 0.0, 0.0 if memory.norm is None else memory.norm.variance_epsilon]
-        scales += [unit.max_lr * factor for unit, factor in zip(memory.memories._modules.values(), memory.lr_factors)]
+        largest = memory.memories[0].max_lr  # of one configuration, which is slow to read
+        scales += [largest * factor for factor in memory.lr_factors]
         scales = array("d", scales)
         if library(x.dtype).token(*(y.buffer_info()[0] for y in (self.numbers, places, scales))):
             raise MemoryError(f"no room for {self.threads} threads to decode {B} rows")

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 
-# of YAML 1.2, and 1_000
+# The numbers of YAML 1.2, and 1_000.
 WHOLE_NUMBER = re.compile(r"([-+]?[0-9]+(_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+)$")
 NUMBER = re.compile(r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$")
-
-
 INTEGER, FLOAT, STARTS = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float", list("-+.0123456789")
 
 
