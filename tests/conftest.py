@@ -1,5 +1,6 @@
 """Settings shared by all tests: one torch thread per worker, no network, reproducible property tests."""
 
+import gc
 import os
 
 
@@ -16,6 +17,17 @@ settings.register_profile(
     "tnt", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tnt")
+
+
+def pytest_collection_finish():
+    """What is imported stays; every run of a trainer collects what it can, which took longer than the run."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    """At the end everything may go, or Triton reports leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

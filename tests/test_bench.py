@@ -51,7 +51,7 @@ def result(suite: str, folder: Path) -> dict:
     return json.loads((folder / f"{suite}.json").read_text())
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", [pytest.param(x, marks=[pytest.mark.long] * (x == "conversion")) for x in SUITES])
 def test_a_suite_leaves_a_whole_result_a_table_and_a_picture(suite, tmp_path, capsys):
     assert bench(suite, tmp_path) == 0
     found = result(suite, tmp_path)

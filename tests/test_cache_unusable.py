@@ -244,7 +244,7 @@ def test_a_compiled_call_without_a_mask_does_not_go_on_behind_padding():
     "kind, window",
     [
         ("TNTCache", 4),
-        ("StaticCache", None),
+        pytest.param("StaticCache", None, marks=pytest.mark.long),
         pytest.param("TNTCache", None, marks=pytest.mark.long),
         pytest.param("StaticCache", 4, marks=pytest.mark.long),
     ],

@@ -505,6 +505,7 @@ def test_all_shards_are_linked_or_none(tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------------------------- interrupted, together
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_and_a_full_disk(tmp_path, source, every):
     """Processes that die at one file operation after the other, and one without room: see convert_killer.py."""

@@ -41,7 +41,12 @@ CLOSE = 1e-5  # two float32 forms of a model, each with its own rounding
 
 
 def test_in_the_interpreter():
-    run_cases(__file__, "not slow")
+    run_cases(__file__, "not slow and not long")
+
+
+@pytest.mark.long
+def test_in_the_interpreter_under_checkpointing_and_hooks():
+    run_cases(__file__, "long and not slow")
 
 
 @pytest.mark.slow
@@ -68,6 +73,7 @@ def case_loss_and_gradients(name):
     both(name, measure)
 
 
+@pytest.mark.long
 def case_hooks_on_saved_tensors():
     """They may lay numbers out in another way."""
     ids = torch.arange(20)[None] % 13
@@ -81,6 +87,7 @@ def case_hooks_on_saved_tensors():
     both(USUAL, measure)
 
 
+@pytest.mark.long
 def case_gradient_checkpointing():
     """It recomputes what a backward looks at, and lets it be looked at once."""
     ids = torch.arange(20)[None] % 13

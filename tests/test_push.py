@@ -76,6 +76,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 def test_a_stranger_pulls_the_very_same_model(run, hub, tmp_path):
     """Logits are equal bit for bit, and the code on the card runs where nobody has installed this package."""
     push(run, "user/books", say=lambda line: None)

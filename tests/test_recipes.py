@@ -312,8 +312,13 @@ def train_tokenizer_copy(place: Path, target: Path) -> None:
         (target / path.name).write_bytes(path.read_bytes())
 
 
-# qwen25's differ from llama32's in their source alone
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * x.startswith("qwen25")) for x in RECIPES])
+# tnt_debug has every mode but those of tptt_alpaca; qwen25's differ from llama32's in their source alone
+OFTEN = {"tnt_debug": (), "tptt_alpaca": (), "qwen25_1b5_hybrid": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=OFTEN.get(x.split("/")[0], pytest.mark.long)) for x in RECIPES]
+)
 def test_the_first_steps_run(run_of, name, capsys):
     output = run_of(name)
     record = json.loads((output / "training.json").read_text())

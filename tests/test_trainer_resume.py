@@ -66,6 +66,7 @@ def killer(tmp_path: Path, *parts: str) -> str:
 # --- deaths ---
 
 
+@pytest.mark.long
 def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
     """SIGKILL between and inside steps, inside saves and in the middle of a write; a full disk; two processes."""
     assert killer(tmp_path, "steps", "saves", "full", "ranks") == "5 deaths"

@@ -147,9 +147,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
     "rope, positions, found",
     [
         (DYNAMIC, 20, {"configuration", "parity"}),
-        (DYNAMIC, 64, {"configuration", "parity"}),
-        (YARN | {"factor": None}, 64, {"configuration", "parity"}),
-        (YARN | {"factor": 2.0}, 64, set()),
+        pytest.param(DYNAMIC, 64, {"configuration", "parity"}, marks=pytest.mark.long),
+        pytest.param(YARN | {"factor": None}, 64, {"configuration", "parity"}, marks=pytest.mark.long),
+        pytest.param(YARN | {"factor": 2.0}, 64, set(), marks=pytest.mark.long),
         ({"rope_type": "default", "rope_theta": 1e4}, 64, set()),
     ],
 )

@@ -215,6 +215,10 @@ class TNTModelTest(
     def test_config(self):
         self.config_tester.run_common_tests()
 
+    @pytest.mark.long
+    def test_training_overfit(self):
+        super().test_training_overfit()
+
     def test_bc_cache_name_forward(self):
         """The mixin's, which knows the library's own class of caches only."""
         if CACHE_NAME != "cache":
