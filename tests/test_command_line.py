@@ -125,6 +125,16 @@ def test_what_a_file_of_arguments_cannot_say_is_named(settings_file, settings, m
         assert "--config: must not be abbreviated" in capsys.readouterr().err
 
 
+def test_a_text_of_digits_keeps_them(tmp_path):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--revision")
+    for name, kind in (("--steps", int), ("--rate", float), ("--seed", int)):
+        parser.add_argument(name, type=kind)
+    (tmp_path / "a.yaml").write_text("revision: 0071e3\nsteps: 1_000\nrate: 1e-4\nseed: -07\n")
+    found = parse_arguments(parser, ["--config", str(tmp_path / "a.yaml")])
+    assert (found.revision, found.steps, found.rate, found.seed) == ("0071e3", 1000, 1e-4, -7)
+
+
 @pytest.mark.parametrize("module, function", [(train, "prepare"), (push, "push")], ids=["train", "push"])
 def test_who_no_longer_reads_the_output_made_no_mistake(monkeypatch, module, function):
     """The command line as a whole then ends with the status of the signal."""

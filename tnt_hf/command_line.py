@@ -49,7 +49,7 @@ def with_config(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
         return words
     if not path.is_file():
         raise FileNotFoundError(f"--config {path}: is not a file")
-    settings = read_yaml(path, "--config")
+    settings = read_yaml(path, "--config", numbers=False)  # of a text such as 007 the zeros stay
     if not isinstance(settings, dict):
         raise ValueError(f"--config {path}: must hold a mapping, not {type(settings).__name__}")
     actions = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}

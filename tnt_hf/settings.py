@@ -13,9 +13,10 @@ NUMBER = re.compile(r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?
 INTEGER, FLOAT, STARTS = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float", list("-+.0123456789")
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str, *, numbers: bool = True) -> Any:
     """
     YAML with the numbers of YAML 1.2. PyYAML's are of YAML 1.1: `1e-6` is a text there, `010` eight, `12:30` 750.
+    Without `numbers` they are the texts that they are written as.
 
     Raises:
         ValueError: the text is not valid YAML, or a mapping has a key twice, of which PyYAML would drop the first.
@@ -36,8 +37,9 @@ def parse_yaml(text: str) -> Any:
         start: [(tag, pattern) for tag, pattern in known if tag not in (INTEGER, FLOAT)]
         for start, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    Loader.add_implicit_resolver(INTEGER, WHOLE_NUMBER, STARTS)
-    Loader.add_implicit_resolver(FLOAT, NUMBER, STARTS)
+    if numbers:
+        Loader.add_implicit_resolver(INTEGER, WHOLE_NUMBER, STARTS)
+        Loader.add_implicit_resolver(FLOAT, NUMBER, STARTS)
     Loader.add_constructor(INTEGER, lambda _, node: int(node.value, 0 if node.value[1:2] in ("o", "x") else 10))
     try:
         return yaml.load(text, Loader)
@@ -59,8 +61,9 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
-def read_yaml(path: Path, name: str) -> Any:
-    """What the YAML file `path` holds. Raises ValueError, naming `name` and it: not YAML, or not text."""
+def read_yaml(path: Path, name: str, *, numbers: bool = True) -> Any:
+    """What the YAML file `path` holds, as [`parse_yaml`]. Raises ValueError, naming `name` and it: not YAML, or not
+    text."""
     content = path.read_bytes()
     try:
         text = None if b"\0" in content else content.decode()
@@ -69,7 +72,7 @@ def read_yaml(path: Path, name: str) -> Any:
     if text is None:
         raise ValueError(f"{name}={str(path)!r}: is neither JSON nor YAML, for it is not text in UTF-8")
     try:
-        return parse_yaml(text)
+        return parse_yaml(text, numbers=numbers)
     except ValueError as error:
         raise ValueError(f"{name}={str(path)!r}: {error}") from error
 
