@@ -185,7 +185,11 @@ def _build(
 
 def _is_part(model: PreTrainedModel) -> bool:
     """Whether a module around `model` has the same configuration, as a causal LM around its base."""
+    if frozen := gc.get_freeze_count():
+        gc.unfreeze()  # what is frozen is not found
     holders = gc.get_referrers(model.config)  # modules, or what a module keeps its attributes in
+    if frozen:
+        gc.freeze()
     parts = (x.get("_modules") if isinstance(x, dict) else getattr(x, "_modules", None) for x in holders)
     return any(part is model for own in parts if isinstance(own, dict) for part in own.values())
 

@@ -44,7 +44,7 @@ def write_conversations(path: Path) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
+        sys.exit(__doc__ or "usage: python -m tnt_hf.recipes.conversations FILE")
     try:
         print(f"{write_conversations(Path(sys.argv[1])):,} conversations are in {sys.argv[1]}")
     except OSError as error:

@@ -359,7 +359,7 @@ def help_text(everything: bool = False) -> str:
     lines = [
         "usage: tnt train --config RECIPE [--field value ...]",
         "",
-        *__doc__.strip().splitlines(),
+        *(__doc__ or "").strip().splitlines(),  # -OO leaves none
         "",
         "RECIPE is a YAML file, a flat mapping of the fields below, or the name of one that comes with the package:",
         f"  {', '.join(packaged_recipes())}",

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
+        print(__doc__ or "usage: python -m tnt_hf.recipes.with_tnt COMMAND [arguments]")
         return 0
     found = entry_points(group="console_scripts", name=arguments[0])
     if not found:

@@ -282,6 +282,23 @@ def test_an_interruption_at_any_moment_is_one_line(monkeypatch, capsys):
         assert capsys.readouterr().err.splitlines()[0].endswith(": interrupted")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words, status",
+    [
+        ("cli train --help", 0),
+        ("cli push --help", 0),
+        ("recipes.with_tnt", 0),
+        ("recipes.conversations", 1),
+    ],
+)
+def test_help_needs_no_docstrings(words, status):
+    """`python -OO` leaves none."""
+    command = [sys.executable, "-OO", "-m", *f"tnt_hf.{words}".split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == status and done.stdout.count("usage") + done.stderr.count("usage:") == 1, done
+
+
 def test_help_is_immediate_and_loads_no_torch():
     command = [sys.executable, "-m", "tnt_hf.cli", "--help"]
     environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1", "COLUMNS": "200"}

@@ -368,6 +368,41 @@ for path in [x for x in paths if os.path.basename(x).startswith(("libgomp", "lib
 """
 
 
+@pytest.mark.long
+@needs_native
+def test_what_another_compiler_made_is_not_loaded_and_arithmetic_stays_exact(tmp_path):
+    """Linked with -ffast-math, a library rounds denormals of whatever its process computes to 0."""
+    smallest = "print('half of 1e-40 is', torch.tensor(1e-40).mul(0.5).item())"
+    denormal = f"native_build_tnt.unavailable(torch.float32); {smallest}"
+    for compiler, files in (("gcc", 1), ("gcc -ffast-math", 2)):
+        told = elsewhere(tmp_path, denormal, CC=f"{compiler} -O0")
+        assert "same True None" in told and "half of 1e-40 is 4.99" in told
+        assert len(list((tmp_path / "tnt-hf").iterdir())) == files
+
+
+def test_a_compiler_that_compiles_nothing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", "true --really")
+    with pytest.raises(native_build_tnt.Unavailable, match="'true --really' compiles nothing"):
+        native_build_tnt._compile((), tmp_path / "memory.so")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_a_process_outlives_its_forks(tmp_path):
+    """Servers that fork before they serve have children that end before them."""
+    code = """
+import os, sys
+from tnt_hf import native_build_tnt
+folder = native_build_tnt._own_folder()
+if not os.fork():
+    sys.exit(0)
+os.wait()
+print(folder.is_dir())
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert done.stdout == "True\n" and not list(tmp_path.iterdir()), done.stderr
+
+
 def test_a_relative_cache_is_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))

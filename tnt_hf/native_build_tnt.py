@@ -49,8 +49,10 @@ LAYERS = (
 PLACES = f"enum {{ {', '.join(TENSORS)}, FIXED }};\nenum {{ {', '.join(f'{x}_' for x in LAYERS)} }};\n"
 SOURCE = (PRODUCTS, SCALARS, PLACES, f"#define MAX_LAYERS {MAX_LAYERS}", CHUNK, FORWARD, REVERSE, PROGRAMS, TOKEN)
 SOURCE = "\n".join(SOURCE)
-# -ffast-math is not among them: sums keep their order, nan and inf their meaning.
-FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+# Sums keep their order, nan and inf their meaning, whatever CC brings; linked with -ffast-math, a library would also
+# round denormals of the whole process to 0.
+EXACT = "-fno-fast-math"
+FLAGS = (EXACT, "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 PROCESSOR = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
 COMPILERS = ("gcc", "cc", "clang")
 SECONDS = 300  # after which a compiler is taken to hang
@@ -151,15 +153,16 @@ def _load(place: Path) -> ctypes.CDLL:
 
 
 def _key(flags: tuple[str, ...]) -> str:
-    """Names what the code depends on: itself, the flags, the C library and what the processor can do."""
+    """Names what the code depends on: itself, the flags, what CC says, the C library and what the processor can do."""
     processor = {}
     with open("/proc/cpuinfo") as lines:
         for line in lines:
             name, _, value = line.partition(":")
             processor.setdefault(name.strip(), value.strip())
     names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
-    parts = (SOURCE, *flags, *platform.libc_ver(), *(processor.get(name, "") for name in names))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    able = (processor.get(name, "") for name in names)
+    parts = (SOURCE, *flags, os.environ.get("CC", ""), *platform.libc_ver(), *able)
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _folder() -> Path:
@@ -169,7 +172,7 @@ def _folder() -> Path:
         folder = (asked if asked.is_absolute() else Path.home() / ".cache") / "tnt-hf"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
+        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK | os.X_OK):
             return folder
     except (OSError, RuntimeError):  # the latter without a home
         pass
@@ -180,8 +183,13 @@ def _folder() -> Path:
 def _own_folder() -> Path:
     import atexit
 
-    folder = tempfile.mkdtemp(prefix="tnt-hf-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder, process = tempfile.mkdtemp(prefix="tnt-hf-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == process:  # a fork inherits this and may end before
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return Path(folder)
 
 
@@ -214,7 +222,9 @@ def _compile(flags: tuple[str, ...], place: Path) -> None:
         source, code, linked = (Path(scratch) / name for name in ("memory.c", "memory.o", place.name))
         source.write_text(SOURCE)
         _run([*compiler, *flags, "-c", source, "-o", code], scratch)
-        _run([*compiler, "-shared", *alone, code, "-o", linked, "-lm", "-lc"], scratch)
+        _run([*compiler, "-shared", EXACT, *alone, code, "-o", linked, "-lm", "-lc"], scratch)
+        if not linked.exists():
+            raise Unavailable(f"{' '.join(compiler)!r} compiles nothing")
         content = linked.read_bytes()
         linked.write_bytes(content + hashlib.sha256(content).digest())
         linked.chmod(0o700)  # whatever the umask: it is code
