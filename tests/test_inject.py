@@ -1,7 +1,6 @@
 """Memory inside live causal LMs: silent when closed, the operator it says it is when open, no trace after unload."""
 
 import copy
-import io
 import json
 import pickle
 
@@ -492,8 +491,7 @@ def test_attention_weights_are_still_returned():
 
 @modes
 def test_settings_survive_json(config):
-    buffer = io.StringIO(json.dumps(config.to_dict()))
-    assert injection_from_dict(json.load(buffer)) == config
+    assert injection_from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 WHOLE = tiny_host("llama")  # before conftest.py freezes what is there, which the garbage collector then finds no more
