@@ -312,7 +312,7 @@ def train_tokenizer_copy(place: Path, target: Path) -> None:
         (target / path.name).write_bytes(path.read_bytes())
 
 
-# tnt_debug has every mode but those of tptt_alpaca; qwen25's differ from llama32's in their source alone
+# tnt_debug has every mode, tptt_alpaca injects; qwen25's differ from llama32's in their source alone
 OFTEN = {"tnt_debug": (), "tptt_alpaca": (), "qwen25_1b5_hybrid": pytest.mark.slow}
 
 
