@@ -65,6 +65,11 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
     attentions = row.attention_modules(base)
     if any(map(is_injected, attentions.values())):
         raise ValueError("model: has an injected memory already; unload(model) it first.")
+    if isinstance(config, TNTInjectionConfig) and (parts := getattr(model, "_tp_size", None) or 1) > 1:
+        raise ValueError(
+            f"model: tensor parallelism (tp_plan) splits its heads over {parts} processes, and a TNT memory is of all"
+            " heads of its layer; load it without."
+        )
     # A saved injected model was loaded with the name it had.
     implementation = str(base.config._attn_implementation).removeprefix(PREFIX)
     if implementation not in ("sdpa", "eager"):

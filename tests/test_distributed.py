@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_hosts import tiny_host
 from train_killer import log_of, trainer
 from transformers import AutoModelForCausalLM
 
@@ -70,3 +71,35 @@ def test_a_second_run_of_two_processes_is_refused_as_one_of_one_is(tmp_path):
         assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "results are in run" in done.stdout, done.stderr[-3000:]
+
+
+TENSOR_PARALLEL = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from tnt_hf.conversion import LiZAConfig, TNTInjectionConfig, inject
+
+ids = torch.arange(1, 25)[None]
+load, split = AutoModelForCausalLM.from_pretrained, DistributedConfig(tp_plan="auto")
+alone = inject(load(sys.argv[1]), LiZAConfig(weight=0.5))(ids).logits
+model = load(sys.argv[1], distributed_config=split)
+for projections in ("own", "shared"):
+    try:
+        inject(model, TNTInjectionConfig(memory_projections=projections, memory_gate="multiply"))
+    except ValueError as error:
+        assert "tensor parallelism (tp_plan) splits its heads over 2 processes" in str(error)
+    else:
+        sys.exit("not refused")
+logits = inject(model, LiZAConfig(weight=0.5))(ids).logits
+torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)  # sums over two processes, rounded in float32
+"""
+
+
+@pytest.mark.long
+def test_tensor_parallelism_splits_the_heads_of_liza_and_is_refused_for_those_of_tnt(tmp_path):
+    tiny_host("llama").save_pretrained(tmp_path / "llama")
+    (script := tmp_path / "split.py").write_text(TENSOR_PARALLEL)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, tmp_path / "llama"], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -406,7 +406,44 @@ print(folder.is_dir())
 def test_a_relative_cache_is_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert native_build_tnt._folder() == tmp_path / ".cache" / "tnt-hf"
+    assert native_build_tnt._cache() == tmp_path / ".cache" / "tnt-hf"
+    monkeypatch.setenv("HOME", "here")
+    assert native_build_tnt._cache() is None
+
+
+def test_a_cache_of_roots_is_trusted_and_another_users_is_not(tmp_path, monkeypatch):
+    """As one made with an image, whose processes are then another user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert (folder := native_build_tnt._cache()) == tmp_path / "tnt-hf"
+    owner = folder.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert native_build_tnt._cache() == (None if owner else folder)
+
+
+READ_ONLY = "import os; access = os.access; os.access = lambda path, mode: not mode & os.W_OK and access(path, mode)"
+# What the loader says of a file on a disk that was mounted with noexec.
+NOEXEC = """
+import ctypes, os
+def load(path, mode, load=ctypes.CDLL):
+    if path.startswith(os.environ["XDG_CACHE_HOME"]):
+        raise OSError("failed to map segment from shared object")
+    return load(path, mode)
+ctypes.CDLL = load
+"""
+
+
+@pytest.mark.long
+@needs_native
+def test_a_cache_that_cannot_be_written_or_executed_is_read(tmp_path, hasty):
+    """What is in it is not compiled again; what is not goes to a folder of the process."""
+    (temporary := tmp_path / "tmp").mkdir()
+    empty, kept = tmp_path / "empty", tmp_path / "kept"
+    assert "compiling" in (told := elsewhere(empty, READ_ONLY, TMPDIR=str(temporary))) and "same True None" in told
+    assert not list(empty.rglob("*.so"))
+    for first, count in ((NOEXEC, 1), (NOEXEC, 0), (READ_ONLY, 0)):
+        told = elsewhere(kept, first, TMPDIR=str(temporary))
+        assert told.count("compiling") == count and "same True None" in told
+    assert len(list(kept.rglob("*.so"))) == 1 and not list(temporary.iterdir())
 
 
 @pytest.mark.long

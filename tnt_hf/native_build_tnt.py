@@ -123,19 +123,31 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     if sys.platform != "linux" or machine not in PROCESSOR:
         raise Unavailable(f"it is compiled on Linux on {' and '.join(PROCESSOR)}, not on {sys.platform} on {machine}")
     flags = (*FLAGS, *PROCESSOR[machine], f"-DREAL_BYTES={BYTES[dtype]}")
-    place = _folder() / f"memory-{_key(flags)}.so"
-    if place.exists():
-        try:
-            if _is_whole(place):  # a part of a library would end the process
-                return _load(place)
-        except OSError:
-            pass
-        logger.info("%s is compiled again: it cannot be loaded", place.name)
+    name, kept = f"memory-{_key(flags)}.so", _cache()
+    try:
+        if kept is not None and (kept / name).exists():
+            if _is_whole(kept / name):  # a part of a library would end the process
+                return _load_copy(kept / name)
+            logger.info("%s is compiled again: it is not whole", name)
+    except OSError as error:
+        logger.info("%s is compiled again: %s", name, error)
+    writable = kept is not None and os.access(kept, os.W_OK | os.X_OK)
+    place = (kept if writable else _own_folder()) / name
     _compile(flags, place)
     try:
-        return _load(place)
+        return _load_copy(place)
     except OSError as error:
         raise Unavailable(f"what was compiled cannot be loaded: {error}") from None
+
+
+def _load_copy(place: Path) -> ctypes.CDLL:
+    """`_load`; where no file of the cache may be executed, its copy in a folder of this process."""
+    try:
+        return _load(place)
+    except OSError:
+        if place.parent == _own_folder():
+            raise
+        return _load(Path(shutil.copy(place, _own_folder())))
 
 
 def _load(place: Path) -> ctypes.CDLL:
@@ -165,22 +177,24 @@ def _key(flags: tuple[str, ...]) -> str:
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def _folder() -> Path:
-    """Where libraries are kept: the user's cache, or a folder of this process where that is not the user's own."""
+def _cache() -> Path | None:
+    """The user's cache, if nobody but the user and root can put code there; it may be a read-only one."""
     try:
         asked = Path(os.environ.get("XDG_CACHE_HOME", ""))  # ignored if relative, as its specification says
         folder = (asked if asked.is_absolute() else Path.home() / ".cache") / "tnt-hf"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not folder.is_absolute():
+            return None
+        if not folder.exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK | os.X_OK):
-            return folder
     except (OSError, RuntimeError):  # the latter without a home
-        pass
-    return _own_folder()
+        return None
+    return folder if found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022 and folder.is_dir() else None
 
 
 @cache
 def _own_folder() -> Path:
+    """A folder of this process, which goes with it."""
     import atexit
 
     folder, process = tempfile.mkdtemp(prefix="tnt-hf-"), os.getpid()
