@@ -77,7 +77,7 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
             f"attn_implementation={implementation!r}: memory can be injected into 'sdpa' or 'eager' attention; call"
             " model.set_attn_implementation('sdpa') first."
         )
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.device("cpu"):
         memories = _build(attentions, row, config, base, seed)
 
     _own_config(model)
@@ -192,9 +192,11 @@ def _is_part(model: PreTrainedModel) -> bool:
     """Whether a module around `model` has the same configuration, as a causal LM around its base."""
     if frozen := gc.get_freeze_count():
         gc.unfreeze()  # what is frozen is not found
-    holders = gc.get_referrers(model.config)  # modules, or what a module keeps its attributes in
-    if frozen:
-        gc.freeze()
+    try:
+        holders = gc.get_referrers(model.config)  # modules, or what a module keeps its attributes in
+    finally:
+        if frozen:
+            gc.freeze()
     parts = (x.get("_modules") if isinstance(x, dict) else getattr(x, "_modules", None) for x in holders)
     return any(part is model for own in parts if isinstance(own, dict) for part in own.values())
 

@@ -74,7 +74,9 @@ def build_tnt(
             `None` with shared projections.
         dtype: of the projections; the memories' weights and rates are float32 at least.
     """
-    memory = InjectedTNTMemory(config, layer_idx)
+    with torch.device("meta"):  # draws nothing from a generator that other threads draw from
+        memory = InjectedTNTMemory(config, layer_idx)
+    memory.to_empty(device="cpu")
     values = InitialValues(config, memory, layer_idx, seed)
     copies = dict(zip(("q_proj.weight", "k_proj.weight", "v_proj.weight"), qkv or ()))
     for name, tensor in [*memory.named_parameters(), *memory.named_buffers()]:

@@ -51,11 +51,12 @@ class LiZAMemory(TNTMixingWeight):
             raise ValueError(f"LiZAConfig.num_writes={self.writes}: needs an even head_dim, not {heads.head_dim}.")
         self.weight = nn.Buffer(torch.tensor(float(config.weight), dtype=torch.float32))
         if config.gate == "learned":
-            self.beta_proj = nn.Linear(heads.hidden, heads.key_value * self.writes)
+            # made without drawing from a generator that other threads draw from
+            self.beta_proj = nn.utils.skip_init(nn.Linear, heads.hidden, heads.key_value * self.writes)
             nn.init.zeros_(self.beta_proj.weight)
             nn.init.zeros_(self.beta_proj.bias)
             if config.operator == "gated_delta_rule":
-                self.decay_proj = nn.Linear(heads.hidden, heads.key_value)
+                self.decay_proj = nn.utils.skip_init(nn.Linear, heads.hidden, heads.key_value)
                 nn.init.zeros_(self.decay_proj.weight)
                 nn.init.constant_(self.decay_proj.bias, DECAY_START)
 

@@ -51,6 +51,29 @@ def test_what_an_interrupted_call_leaves_is_not_gone_on_from(kind, calls, tmp_pa
     assert torch.equal(go_on(model, cache, ids), go_on(model, TNTCache(model.config), ids))
 
 
+@pytest.mark.parametrize("kind", ["TNTCache", "DynamicCache"])
+def test_a_call_without_a_result_is_not_made_again(kind):
+    """Its tokens have been read, and would be twice: no room for the logits, and labels that do not fit."""
+    model, ids = tiny_model(), tokens(1, 37)
+
+    def no_room(*_):
+        raise torch.OutOfMemoryError
+
+    for labels in (None, tokens(1, 3)):
+        cache = TNTCache(model.config) if kind == "TNTCache" else DynamicCache(config=model.config)
+        model(ids, past_key_values=cache)
+        hook = None if labels is not None else model.lm_head.register_forward_pre_hook(no_room)
+        with pytest.raises((torch.OutOfMemoryError, ValueError)):
+            model(tokens(1, 5), past_key_values=cache, labels=labels)
+        if hook is not None:
+            hook.remove()
+        for part in (model, model.model):
+            with pytest.raises(ValueError, match="holds the tokens of a call that broke off after its last layer"):
+                part(tokens(1, 5), past_key_values=cache)
+        cache.reset()
+        assert torch.equal(go_on(model, cache, ids), go_on(model, TNTCache(model.config), ids))
+
+
 def test_an_error_before_anything_is_written_changes_nothing():
     model, ids = tiny_model(), tokens(1, 37)
     cache = filled(model, ids[:, :30])

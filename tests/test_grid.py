@@ -67,6 +67,9 @@ def test_a_mask_that_is_overwritten_is_another_batch(inference):
         assert run(mask, None).equal(run(mask.clone(), None))
         mask[:, 5] = False
         assert run(mask, None).equal(run(mask.clone(), None))
+        run(mask, ids)
+        ids.numpy()[:, 4:], mask.numpy()[:, 7] = 2, False  # which their versions do not tell
+        assert run(mask, ids).equal(run(mask.clone(), ids.clone()))
         for other in (mask.roll(1), mask.roll(2)):  # beside the same ids
             assert run(other, ids).equal(run(other, ids.clone()))
 

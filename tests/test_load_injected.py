@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import peft
 import pytest
@@ -46,6 +47,23 @@ def adapter(source, tmp_path_factory):
 
 
 # --- saving and loading ---------------------------------------------------------------------------------------------
+
+
+def test_other_threads_draw_what_they_would_have_drawn():
+    """As those of a server that samples with one model while it loads another."""
+    model, drawn = tiny_host("llama"), []
+
+    def load():
+        for config in (OPEN_TNT, dataclasses.replace(OPEN_LIZA, gate="learned", operator="gated_delta_rule")) * 4:
+            unload(inject(model, config))
+
+    thread = threading.Thread(target=load)
+    torch.manual_seed(5)
+    thread.start()
+    while thread.is_alive():
+        drawn.append(torch.rand(1))
+    torch.manual_seed(5)
+    assert len(drawn) > 100 and torch.equal(torch.cat(drawn), torch.cat([torch.rand(1) for _ in drawn]))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

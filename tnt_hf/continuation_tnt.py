@@ -25,6 +25,7 @@ from .state_tnt import StateLayout
 
 # Why a cache cannot be gone on from, as its attribute `unusable`.
 INTERRUPTED = "was left behind by a call that broke off, and its layers hold different tokens"
+UNANSWERED = "holds the tokens of a call that broke off after its last layer, without a result"
 BEAMS = "holds the running beams of a beam search, not the sequences that it returned"
 
 
@@ -109,8 +110,8 @@ def check_usable(cache: Cache) -> None:
     """
     Raises:
         ValueError: `cache` holds something else than the tokens it was given: a call that filled it broke off between
-            two layers, or it went through a beam search. `reset()` makes it usable again. Nothing is asked of tensors;
-            compiled code neither notes such things nor asks.
+            two layers or behind the last, or it went through a beam search. `reset()` makes it usable again. Nothing
+            is asked of tensors; compiled code neither notes such things nor asks.
     """
     reason = getattr(cache, "unusable", None)
     if reason is None:

@@ -314,7 +314,8 @@ def _made_lately(mask, segment_ids, B, T, device, H, time, *sizes) -> Layout:
     return layout
 
 
-_MADE = WeakTensorKeyDictionary()  # by document ids and a mask, as long as both live: {what: (versions, result)}
+# By document ids and a mask, as long as both live: {what: (versions, values, result)}.
+_MADE = WeakTensorKeyDictionary()
 
 
 def made_once(function: Callable, mask: Tensor | None, segment_ids: Tensor | None, *rest):
@@ -327,8 +328,10 @@ def made_once(function: Callable, mask: Tensor | None, segment_ids: Tensor | Non
     if torch.is_inference_mode_enabled() or any(x.is_inference() for x in inputs):
         return function(mask, segment_ids, *rest)  # such tensors do not tell when they are overwritten
     made = _MADE.setdefault(key, WeakTensorKeyDictionary()).setdefault(inputs[-1], {})
-    versions = [x._version for x in inputs]
+    versions, on_cpu = [x._version for x in inputs], [x for x in inputs if x.is_cpu]
     found = made.get((function, rest))
-    if found is None or found[0] != versions:
-        found = made[function, rest] = versions, function(mask, segment_ids, *rest)
-    return found[1]
+    # What numpy writes into a tensor, its version does not tell.
+    if found is None or found[0] != versions or not all(map(torch.equal, found[1], on_cpu)):
+        result = function(mask, segment_ids, *rest)
+        found = made[function, rest] = versions, [x.clone() for x in on_cpu], result
+    return found[2]

@@ -48,6 +48,7 @@ from .configuration_tnt import LAYER_TYPES, TNTConfig
 from .continuation_tnt import (
     BEAMS,
     INTERRUPTED,
+    UNANSWERED,
     EndedRows,
     NotingCriteria,
     check_batch,
@@ -693,10 +694,15 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
+        noted = getattr(outputs, CACHE_NAME) if not torch.compiler.is_compiling() else None
+        if noted is not None:
+            noted.unusable = UNANSWERED  # a call that is made again would read its tokens twice
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if noted is not None:
+            noted.unusable = None
         return TNTCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
