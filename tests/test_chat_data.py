@@ -5,6 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_data_sources import EOS, jsonl, write
+from tokenizers import processors
 
 from tnt_hf.recipes.arguments import DataArguments
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE, ChatEncoder
@@ -166,6 +167,64 @@ def test_a_conversation_with_a_token_across_the_border_is_dropped():
     assert isinstance(no, str) or "no" in tokenizer.decode(no.ids[no.scored])
 
 
+def test_a_token_across_the_end_of_a_message_is_one_across_its_border():
+    tokenizer = train_tokenizer(["xab xab xab"] * 9, 300)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    turns = [says("user", "?"), says("assistant", "a")]
+    shared, clear = ChatEncoder(tokenizer, True, 500).encode([[*turns, says("user", x)] for x in "b?"])
+    assert shared == "a token across the border of an assistant message" and clear.scored.sum() == 1
+
+
+def test_marks_that_strip_white_space_are_marks():
+    """With marks, a template may rewrite the past."""
+    before, after = "{%- generation -%}", "{%- endgeneration -%}"
+    template = FORGETS.replace(
+        "{{ m['content'].split('</think>')[-1] }}{% else %}",
+        f"{before}{{{{ m['content'].split('</think>')[-1] }}}}{after}{{% elif m['role'] == 'assistant' %}}"
+        f"{before}{{{{ m['content'] }}}}{after}{{% else %}}",
+    )
+    turns = [says("user", "a"), says("assistant", "<think>b</think>c"), says("user", "d"), says("assistant", "e")]
+    tokenizer = bytes_tokenizer(template)
+    (encoded,) = ChatEncoder(tokenizer, True, 500).encode([turns])
+    assert tokenizer.decode(encoded.ids[encoded.scored]) == "ce"
+
+
+def test_the_template_alone_writes_special_tokens():
+    """None comes from a tokenizer that puts one before whatever it is given."""
+    tokenizer = bytes_tokenizer(PLAIN_TEMPLATE)
+    (plain,) = ChatEncoder(tokenizer, True, 500).encode([SHORT])
+    eos = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{eos} $A", special_tokens=[(eos, tokenizer.eos_token_id)]
+    )
+    assert tokenizer("x")["input_ids"][0] == tokenizer.eos_token_id
+    (again,) = ChatEncoder(tokenizer, True, 500).encode([SHORT])
+    assert again.ids.tolist() == plain.ids.tolist() and again.scored.tolist() == plain.scored.tolist()
+
+
+def test_of_several_templates_the_default_is_taken():
+    tokenizer = bytes_tokenizer({"default": PLAIN_TEMPLATE, "tool_use": CHATML})
+    (encoded,) = ChatEncoder(tokenizer, True, 500).encode([SHORT])
+    assert tokenizer.decode(encoded.ids).startswith("User:")
+
+
+def test_a_conversation_of_one_token_has_nothing_to_predict():
+    tokenizer = bytes_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    one, two = ChatEncoder(tokenizer, False, 500).encode([[says("user", "x")], [says("user", "xy")]])
+    assert one == "no assistant token" and len(two.ids) == 2
+
+
+def test_a_conversation_that_just_fits_is_not_cut():
+    tokenizer = bytes_tokenizer(PLAIN_TEMPLATE)
+    (whole,) = ChatEncoder(tokenizer, True, 500).encode([SHORT])
+    length = len(whole.ids)
+    rows = [ChatEncoder(tokenizer, True, room).encode([SHORT])[0] for room in (length - 1, length, length + 1)]
+    assert [(row.cut, len(row.ids)) for row in rows] == [(True, length - 1), (False, length), (False, length)]
+
+
 def test_a_tokenizer_without_template_is_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", jsonl([{"messages": SHORT}]))
     with pytest.raises(ValueError, match="tokenizer: has no chat template.*set tokenizer.chat_template"):
@@ -215,6 +274,13 @@ def test_tokens_of_other_settings_are_not_taken(tmp_path):
     tokenizer.chat_template = CHATML
     ids = build(tokenizer, path).train[0]["input_ids"]
     assert tokenizer.decode(ids).startswith("<|im_start|>user")
+
+
+def test_what_was_cut_for_short_rows_is_not_taken_for_long_ones(tmp_path):
+    path = write(tmp_path / "a.jsonl", jsonl([{"messages": SHORT}]))
+    tokenizer = bytes_tokenizer(PLAIN_TEMPLATE)
+    short, long = (build(tokenizer, path, sequence_length=n, packing=False).train[0]["input_ids"] for n in (23, 64))
+    assert len(short) == 23 and len(long) == len("User:\nHi\nAssistant:\nHello") + 1
 
 
 def test_what_is_cut_and_dropped_is_counted(tmp_path):

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM
 from tnt_hf.cli import DELEGATED, load_config, main
+from tnt_hf.config_sources import fields_of_recipe
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes.evaluate import build_parser as evaluate_parser
 
@@ -142,6 +143,8 @@ def test_info_reads_recipes_of_new_models(tmp_path, capsys):
     path = Path(__file__).parents[1] / "recipes" / "tnt_debug" / "stage1.yaml"
     assert info(capsys, str(path)) == info(capsys, "tnt_debug/stage1")
     assert load_config("tnt_debug/stage1", []).vocab_size == 1024
+    padded = {"mode": "pretrain", "model": "tnt", "tokenizer_vocab_size": 1000, "model_config": {"vocab_size": 1024}}
+    assert fields_of_recipe("a recipe", padded)["vocab_size"] == 1024
     flat = tmp_path / "flat.yaml"
     flat.write_text("mode: pretrain\nmodel: tnt\nhidden_size: 32\nmodel_config.num_hidden_layers: 3\n")
     found = load_config(str(flat), [])

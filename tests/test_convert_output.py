@@ -88,3 +88,11 @@ def test_the_command_that_comes_next_takes_names_for_no_options(tmp_path, source
     source.rename("-source")
     assert main(["convert", "--window", "16", "--", "-source", "-a result"]) == 0
     assert "\nnext        tnt verify ./-source './-a result'\n" in capsys.readouterr().out
+
+
+def test_generation_settings_of_their_own_file_win_over_those_of_the_configuration(source, tmp_path):
+    for name, temperature in (("config.json", 0.3), ("generation_config.json", 0.7)):
+        settings = json.loads((source / name).read_text()) | {"temperature": temperature, "do_sample": True}
+        (source / name).write_text(json.dumps(settings))
+    convert_checkpoint(source, tmp_path / "out", progress=False)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.7

@@ -13,12 +13,13 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tnt_hf import TNTForCausalLM
+from tnt_hf.conversion import export
 from tnt_hf.conversion.adapters import get_tptt_model, lora_config
 from tnt_hf.conversion.export import export_injected, exported_config
 from tnt_hf.conversion.families import FAMILIES
 from tnt_hf.conversion.inject import inject, set_max_self_attn_length
 from tnt_hf.conversion.injection_config import TNTInjectionConfig
-from tnt_hf.conversion.manifest import MANIFEST, check_manifest
+from tnt_hf.conversion.manifest import MANIFEST, check_manifest, read_manifest
 from tnt_hf.conversion.reload import load_injected
 
 
@@ -247,3 +248,20 @@ def test_a_folder_is_no_model_of_the_hub(tmp_path, monkeypatch):
         model.name_or_path = name
         card = (export_injected(model, tmp_path / "out" / name) / "README.md").read_text()
         assert (f"base_model: {name}\n" in card) == named
+
+
+def test_all_files_reach_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    flushed = set()
+    monkeypatch.setattr(export, "flush", lambda path: flushed.add(path.name))
+    folder = export_injected(inject(tiny_host("llama"), OPEN_TNT), tmp_path / "out")
+    assert flushed == {path.name for path in folder.iterdir()} - {MANIFEST}  # which is written flushed
+
+
+def test_files_in_folders_are_in_the_manifest_and_may_be_overwritten(tmp_path):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a")))
+    tokenizer.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    model, name = inject(tiny_host("llama"), OPEN_TNT), "additional_chat_templates/tool_use.jinja"
+    folder = export_injected(model, tmp_path / "out", tokenizer=tokenizer)
+    assert (folder / name).is_file() and name in read_manifest(folder)["files"]
+    export_injected(model, tmp_path / "out", overwrite=True)
+    assert not (folder / name).exists()

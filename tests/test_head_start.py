@@ -1,6 +1,7 @@
 """Copies that begin before the conversion is imported: the same result, and nothing left where it goes wrong."""
 
 import argparse
+import dataclasses
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -186,3 +188,55 @@ def test_reading_ahead_ends_with_the_conversion(folder, monkeypatch):
     ended.set()
     reader.join(60)
     assert not reader.is_alive() and not asked.acquire(blocking=False), "it went on"
+
+
+class Elsewhere(type(Path())):
+    """A file on another file system."""
+
+    def stat(self, **options):
+        return SimpleNamespace(st_size=super().stat(**options).st_size, st_dev=-1)
+
+
+@pytest.mark.parametrize("name", ["*-00001-of-*.safetensors", "*.safetensors"])
+def test_shards_of_another_file_system_are_copied_unless_links_were_asked_for(tmp_path, monkeypatch, name):
+    """Then the conversion says what is in the way."""
+    save_source(tmp_path / "source", shards="20KB")
+    monkeypatch.chdir(tmp_path)
+    read = tnt_hf.conversion.head_start.read_source
+
+    def read_elsewhere(*arguments):
+        found = read(*arguments)
+        shards = {x: Elsewhere(y) if y.match(name) else y for x, y in found.shards.items()}
+        return dataclasses.replace(found, shards=shards)
+
+    monkeypatch.setattr(tnt_hf.conversion.head_start, "read_source", read_elsewhere)
+    with ExitStack() as stack:
+        assert head_start("source", "result", {"link": "link", "check": False}, print, stack) is None
+    with ExitStack() as stack:
+        assert head_start("source", "result", {"check": False}, print, stack) is not None
+
+
+def test_an_earlier_result_is_left_alone_unless_it_may_be_overwritten(folder):
+    convert_checkpoint("source", "result", progress=False, **COPY)
+    with ExitStack() as stack:
+        assert head_start("source", "result", COPY, print, stack) is None
+        assert head_start("source", "result", COPY | {"overwrite": True}, print, stack) is not None
+
+
+def test_a_bar_that_comes_later_shows_what_was_copied_before(tmp_path, monkeypatch):
+    """Of all shards, as does the room that is still asked for."""
+    save_source(tmp_path / "source", shards="20KB")
+    monkeypatch.chdir(tmp_path)
+    total, told = sum(x.stat().st_size for x in Path("source").glob("*.safetensors")), []
+    with ExitStack() as stack:
+        begun = head_start("source", "result", COPY, print, stack)
+        [copy.result() for copy in begun._copies.values()]
+        begun.follow(told.append)
+        assert sum(told) == begun.copied == total
+
+
+def test_nothing_is_begun_where_there_is_room_for_the_copies_only(folder, monkeypatch):
+    size = (folder / "source" / "model.safetensors").stat().st_size
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size + 100))
+    with ExitStack() as stack:
+        assert head_start("source", "result", COPY, print, stack) is None
