@@ -9,6 +9,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
@@ -18,6 +20,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from forks import in_a_child
 from test_memory import assert_same, leaves, make_inputs, run
 from tiny import MODES, tiny_model, tokens
 from torch.autograd.graph import saved_tensors_hooks
@@ -366,6 +369,46 @@ for path in [x for x in paths if os.path.basename(x).startswith(("libgomp", "lib
     os.mkdir(FOLDER + "/with a space")
     ctypes.CDLL(shutil.copy(path, FOLDER + "/with a space"))
 """
+
+
+def test_what_the_system_refused_is_asked_for_again_after_a_while(monkeypatch):
+    """As a file handle, where a server had none left when its first request came."""
+    now, answers = [0.0], [OSError("Too many open files"), OSError("Too many open files"), None]
+
+    def library(dtype):
+        if error := answers.pop(0):
+            raise error
+
+    monkeypatch.setattr(native_build_tnt, "library", library)
+    monkeypatch.setattr(native_build_tnt, "_REASONS", {})
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    found = []
+    for now[0] in (0, 59, 61, 119, 122, 1000):
+        found.append((native_build_tnt.unavailable(torch.float32), len(answers)))
+    refused = "Too many open files"
+    assert found == [(refused, 2), (refused, 2), (refused, 1), (refused, 1), (None, 0), (None, 0)]
+
+
+def test_threads_that_begin_together_compile_once(monkeypatch):
+    calls, begun = [], threading.Barrier(4)
+    monkeypatch.setattr(native_build_tnt, "library", lambda dtype: (calls.append(dtype), time.sleep(0.2)))
+    monkeypatch.setattr(native_build_tnt, "_REASONS", {})
+
+    def first(_):
+        begun.wait()
+        return native_build_tnt.unavailable(torch.float32)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(first, range(4))) == [None] * 4
+    assert calls == [torch.float32]
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_has_not():
+    def child():
+        assert native_build_tnt._LOCK.acquire(timeout=1)
+
+    with native_build_tnt._LOCK:
+        assert in_a_child(child) == 0
 
 
 @pytest.mark.long

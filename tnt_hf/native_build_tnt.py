@@ -12,6 +12,7 @@ Travels with every pushed checkpoint.
 import ctypes
 import hashlib
 import logging
+import math
 import os
 import platform
 import shlex
@@ -19,6 +20,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +59,7 @@ FLAGS = (EXACT, "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-p
 PROCESSOR = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
 COMPILERS = ("gcc", "cc", "clang")
 SECONDS = 300  # after which a compiler is taken to hang
+AGAIN = 60  # seconds after which what the system refused is asked for again
 logger = logging.getLogger(__name__)
 
 
@@ -102,14 +106,40 @@ def _unsupported(device: torch.device, weights: list[Tensor], tensors: tuple) ->
     return unavailable(torch.promote_types(weights[0].dtype, torch.float32))
 
 
-@cache
+_REASONS: dict[torch.dtype, tuple[str | None, float]] = {}  # and until when each holds
+_LOCK = threading.Lock()  # threads that begin together compile once
+
+
+def _unlock() -> None:
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_unlock)  # the thread that compiles is not in a fork
+
+
 def unavailable(dtype: torch.dtype) -> str | None:
     """Why there is no library for `dtype`, or `None` if there is one; compiles it where it has to."""
+    if not _settled(dtype):
+        with _LOCK:
+            if not _settled(dtype):
+                _REASONS[dtype] = _tried(dtype)
+    return _REASONS[dtype][0]
+
+
+def _settled(dtype: torch.dtype) -> bool:
+    return dtype in _REASONS and time.monotonic() < _REASONS[dtype][1]
+
+
+def _tried(dtype: torch.dtype) -> tuple[str | None, float]:
     try:
         library(dtype)
-    except (Unavailable, OSError) as reason:  # the latter: no room on the disk, no /proc
-        return str(reason)
-    return None
+    except Unavailable as reason:
+        return str(reason), math.inf
+    except OSError as reason:  # no room on the disk, no free file handle, no /proc: may be over later
+        return str(reason), time.monotonic() + AGAIN
+    return None, math.inf
 
 
 @cache
