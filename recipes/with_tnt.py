@@ -60,6 +60,8 @@ def load_memories_too() -> None:
         name = pretrained_model_name_or_path
         known = {x: options[x] for x in ("revision", "token", "cache_dir", "subfolder") if x in options}
         if cls.__name__.endswith("ForCausalLM") and "tnt_injection" in settings(name, config, known):
+            if os.path.isdir(name):
+                options.pop("revision", None)  # of a folder, the library has none, and tools say "main" of all
             return load_injected(name, **options)  # which comes back here, with a config that says nothing of it
         return alone(cls, name, *rest, config=config, **options)
 

@@ -135,6 +135,7 @@ ARROWS = {
     "features_tnt": {"derivative_tnt"},
     "gate_tnt": {"configuration_tnt", "compiler_tnt", "derivative_tnt", "precision_tnt"},
     "unit_tnt": {
+        "compiler_tnt",
         "configuration_tnt",
         "gate_tnt",
         "inputs_tnt",

@@ -215,3 +215,18 @@ def test_a_token_calls_the_library_for_its_projections_alone(changes):
     torch.testing.assert_close(found, want, atol=1e-9, rtol=0)  # float64, as in the tests of eager steps
     own = 3 if model.config.memory_projections == "own" else 0
     assert len(graphs.calls) == 7 + own + 1  # q, k, v, o, three of the MLP, the memory's own, the head
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@torch.enable_grad()
+def test_layers_and_memories_share_compiled_code():
+    """Torch compiles a function 8 times and then runs it as it is: not once per layer, memory or method of a cache."""
+    torch._dynamo.reset()
+    model, ids = tiny_model(torch.float32, num_hidden_layers=5), tokens(2, 40)
+    step = torch.compile(model, backend="eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        step(ids, labels=ids, use_cache=False).loss.backward()
+        with torch.no_grad():
+            step(ids, labels=ids, use_cache=False)
+        step(ids[:, :23], labels=ids[:, :23], use_cache=False).loss.backward()

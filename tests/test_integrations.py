@@ -433,6 +433,7 @@ def test_an_injected_memory_is_loaded_with_its_model(injected, folders, monkeypa
     ids = torch.arange(2, 26)[None]
     wanted = load_injected(injected).eval()(ids).logits
     for kind in (AutoModelForCausalLM, LlamaForCausalLM):
+        assert torch.equal(kind.from_pretrained(injected, revision="main").eval()(ids).logits, wanted)
         assert torch.equal(kind.from_pretrained(pretrained_model_name_or_path=injected).eval()(ids).logits, wanted)
         assert torch.equal(kind.from_pretrained(injected, attn_implementation="sdpa").eval()(ids).logits, wanted)
     plain = LlamaForCausalLM.from_pretrained(folders["tnt"].parent / "llama").eval()

@@ -349,3 +349,18 @@ def test_nothing_is_read_that_was_not_written(poisoned, read, momentum, decay):
     )
     total = o.square().sum() + sum(x.sum() for x in state.weights)
     assert all(x.isfinite().all() for x in (o, loss, *torch.autograd.grad(total, inputs)))
+
+
+def test_a_state_inside_a_chunk_goes_on_token_by_token():
+    """At chunk size 1 every token begins a chunk, and its gradient is taken at the weights before it."""
+    (q, k, v, lr), weights, _ = make_inputs(T=11)
+    first, rest = ([x[:, :6] for x in (q, k, v, lr)], [x[:, 6:] for x in (q, k, v, lr)])
+    _, state = memory_naive(*first, weights, chunk_size=4, output_final_state=True)
+    assert not torch.equal(state.weights[0], state.chunk_weights[0])
+    naive, whole = (f(*rest, weights, chunk_size=1, initial_state=state)[0] for f in (memory_naive, memory_chunkwise))
+    found, single = state, []
+    for t in range(5):
+        one = [x[:, t : t + 1] for x in rest]
+        o, found = memory_chunkwise(*one, weights, chunk_size=1, initial_state=found, output_final_state=True)
+        single.append(o)
+    assert_same([naive, torch.cat(single, 1)], [whole, whole], 1e-12)  # float64 sums in another order

@@ -21,7 +21,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from transformers.cache_utils import Cache
 
 from .cache_name_tnt import with_cache_name
-from .compiler_tnt import is_exporting
+from .compiler_tnt import apart, is_exporting
 from .configuration_tnt import TNTConfig
 from .convolution_tnt import TNTCausalConv, convolve, convolve_token, is_one_product
 from .features_tnt import pairs, quadratic
@@ -274,7 +274,8 @@ class TNTMemory(nn.Module):
             how = choose(FIELD, value, q.device, unsupported_projection, *sizes)
         tokens = (q.to(operands), k.to(operands)) if how == "triton" else (q, k)
         for interval in layout.intervals:
-            query, projections[interval] = project_queries(
+            query, projections[interval] = apart(
+                project_queries,
                 *tokens,
                 reset_interval=interval,
                 implementation=how,

@@ -55,4 +55,6 @@ def with_cache_name(function: Callable) -> Callable:
     signature = inspect.signature(function)
     shown = [p.replace(name=CACHE_NAME) if p.name == "cache" else p for p in signature.parameters.values()]
     named.__signature__ = signature.replace(parameters=shown)
+    # torch.compile counts how often it has compiled a code object, and gives up after a few: each method has its own.
+    named.__code__ = named.__code__.replace(co_name=function.__name__)
     return named

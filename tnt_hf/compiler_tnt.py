@@ -7,6 +7,9 @@ A compiler makes one loop of a sum of products and the elementwise work around i
 library, which for one token costs more than the arithmetic. Travels with every pushed checkpoint.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -24,6 +27,13 @@ if torch.__version__ < (2, 12):  # whose compiler takes `is_exporting()` for tru
         return torch.compiler._is_exporting_flag
 else:
     is_exporting = torch.compiler.is_exporting
+
+
+@torch.compiler.disable
+def apart(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`function` of these arguments, in no graph: where one would break in it, and be made anew for every chunk size,
+    until torch gives up on compiling the functions around it as well."""
+    return function(*args, **kwargs)
 
 
 def fuses() -> bool:

@@ -277,7 +277,7 @@ def memory_chunkwise(
 
     state = initial_state and MemoryState(
         [cast(x) for x in initial_state.weights],
-        [cast(x) for x in initial_state.chunk_weights],
+        [cast(x) for x in (initial_state.chunk_weights if chunk_size > 1 else initial_state.weights)],
         initial_state.momentum and [cast(x) for x in initial_state.momentum],
         cast(initial_state.projection),
         initial_state.time,

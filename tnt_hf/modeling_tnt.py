@@ -300,7 +300,7 @@ class TNTDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Tensor:
-        if self.layer_idx in getattr(cache, "unplaced", ()):
+        if cache is not None and self.layer_idx in getattr(cache, "unplaced", ()):
             cache.place(self.layer_idx, hidden_states)
         if self.variant == "mal":
             hidden_states = hidden_states + self._memory_layer(

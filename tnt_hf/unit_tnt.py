@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .compiler_tnt import apart
 from .configuration_tnt import MemorySpec, TNTConfig
 from .gate_tnt import TNTGateLinear
 from .inputs_tnt import check_number
@@ -103,7 +104,8 @@ class TNTMemoryUnit(nn.Module):
                 runs_native(FIELD, value, weights, tokens)  # or raises, in the name of the field
             how = value  # what runs "chunk" on the CPU is decided there
         layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)
-        o, *result = memory_chunkwise(
+        o, *result = apart(
+            memory_chunkwise,
             *tokens,
             lr,
             weights,
