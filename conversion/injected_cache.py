@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from tnt_hf.cache_layers_tnt import TNTFullLayer, TNTSlidingLayer
 from tnt_hf.cache_name_tnt import CACHE_NAME
-from tnt_hf.cache_tnt import TNTFullLayer, TNTSlidingLayer
 
 
 class InjectedFullLayer(TNTFullLayer):

@@ -130,7 +130,8 @@ ARROWS = {
         "native_tnt",
     },
     "state_tnt": {"configuration_tnt", "step_tnt"},
-    "cache_tnt": {"compiler_tnt", "configuration_tnt", "costs_tnt", "state_tnt"},
+    "cache_layers_tnt": {"compiler_tnt"},
+    "cache_tnt": {"cache_layers_tnt", "configuration_tnt", "costs_tnt", "state_tnt"},
     "convolution_tnt": {"derivative_tnt", "grid_tnt"},
     "features_tnt": {"derivative_tnt"},
     "gate_tnt": {"configuration_tnt", "compiler_tnt", "derivative_tnt", "precision_tnt"},
@@ -177,7 +178,9 @@ ARROWS = {
     "kernels_features_tnt": {"derivative_tnt", "kernels_parts_tnt"},
     "window_tnt": {"precision_tnt"},
     "masks_tnt": {"cache_name_tnt", "cache_tnt", "compiler_tnt", "configuration_tnt", "grid_tnt", "window_tnt"},
+    "frozen_tnt": {"configuration_tnt"},
     "modeling_tnt": {
+        "frozen_tnt",
         "window_tnt",
         "masks_tnt",
         "precision_tnt",
@@ -198,6 +201,7 @@ ARROWS = {
 }
 TORCH_ONLY = {name for name, siblings in ARROWS.items() if "configuration_tnt" not in siblings} - {
     "configuration_tnt",
+    "cache_layers_tnt",
     "cache_name_tnt",
 }
 HUB_PACKAGES = {"torch", "transformers", "huggingface_hub", "safetensors"}
@@ -207,6 +211,7 @@ NO_TENSORS = {
     "configuration_tnt",
     "costs_tnt",
     "denormals_tnt",
+    "frozen_tnt",
     "operators_tnt",
     "precision_tnt",
 }  # or none with axes

@@ -487,3 +487,28 @@ def test_training_goes_on_behind_a_prompt_of_inference_mode(length):
         model(tokens(2, length, seed=2), past_key_values=cache).logits.square().sum().backward()
         gradients.append(model.model.layers[0].memory.q_proj.weight.grad.clone())
     assert torch.equal(*gradients)
+
+
+@modes
+def test_text_in_segments_trains_with_a_cache_that_is_detached(changes):
+    """Truncated backpropagation through time, the order of writing and `backward()` left to the user."""
+    model, ids = tiny_model(**changes).train(), tokens(2, 34)
+    segments = ids.split(17, 1)  # inside a chunk
+
+    def gradients(loss):
+        return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+    def loss(segment, cache):
+        return model(segment, past_key_values=cache, use_cache=True, labels=segment).loss
+
+    cache, before = TNTCache(model.config), TNTCache(model.config)
+    first = loss(segments[0], cache)
+    cache.detach()
+    second = loss(segments[1], cache)
+    cache.detach()
+    written = go_on(model, cache, tokens(2, 1, seed=3))  # in place, where it can
+    alone = gradients(model(segments[0], labels=segments[0], use_cache=False).loss)
+    torch.testing.assert_close(gradients(first), alone, **CLOSE)
+    filled(model, segments[0], before)
+    torch.testing.assert_close(gradients(second), gradients(loss(segments[1], before)), **CLOSE)
+    torch.testing.assert_close(written, go_on(model, filled(model, ids), tokens(2, 1, seed=3)), **CLOSE)

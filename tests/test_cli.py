@@ -324,6 +324,18 @@ def model_folder(tmp_path_factory):
     return save_letters(tmp_path_factory.mktemp("model"), **FIELDS)
 
 
+@pytest.mark.parametrize("variable", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_threads_do_not_spin_for_long_unless_the_environment_says_so(variable):
+    said = {} if variable is None else {variable: "active" if variable == "OMP_WAIT_POLICY" else "5"}
+    kept = {name: x for name, x in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    code = (
+        "import atexit, os; from tnt_hf.cli import main; atexit.register(lambda: print(os.getenv('GOMP_SPINCOUNT')))"
+    )
+    code += "; main(['--version'])"
+    done = subprocess.run([sys.executable, "-c", code], env=kept | said, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == {None: "10000", "OMP_WAIT_POLICY": "None", "GOMP_SPINCOUNT": "5"}[variable]
+
+
 def test_generate_streams_the_models_own_continuation(model_folder, capsys):
     assert main(["generate", model_folder, "--prompt", "hello there", "--max-new-tokens", "9"]) == 0
     printed = capsys.readouterr().out.rstrip("\n")

@@ -6,6 +6,9 @@ import pytest
 import torch
 from tiny import TINY, tiny_config, tiny_model, tokens
 from tiny_hosts import tiny_host
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tnt_hf.conversion import LiZAConfig, inject
 from tnt_hf.modeling_tnt import TNTForTokenClassification
@@ -56,3 +59,61 @@ def test_the_head_of_tokens_has_the_dropout_of_its_configuration():
     assert TNTForTokenClassification(tiny_config()).dropout.p == 0.1
     for p in (0.0, 0.3):
         assert TNTForTokenClassification(tiny_config(classifier_dropout=p)).dropout.p == p
+
+
+CHANGED = {
+    "qk_projection_norm": False, "memory_value_norm": False, "memory_activation": "gelu", "memory_residual": True,
+    "memory_feature_map": "identity", "rms_norm_eps": 1e-2, "hidden_act": "gelu", "memory_decay": False,
+    "memory_layernorm": True, "memory_momentum": True, "memory_depth": 1, "memory_layers": [0], "variant": "lmm",
+    "memory_gate": "mix", "memory_conv_kernel": 0, "memory_rule": "omega", "num_persistent_tokens": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}, "global_chunk_size": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value", CHANGED.items(), ids=CHANGED)
+def test_what_a_model_was_made_of_does_not_change_in_silence(name, value):
+    """It would be saved as another model."""
+    model, ids = tiny_model(memory_decay=True), tokens(1, 9)
+    kept, before = getattr(model.config, name), model(ids).logits
+    setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=re.escape(f"TNTConfig.{name}={value!r}: the model was made with ")):
+        model(ids)
+    setattr(model.config, name, kept)
+    assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("local_reset_interval", [16]),
+        ("local_reset_interval", 12),  # a gap: global chunks of 8
+        ("layer_types", ["full_attention"] * 2),
+        ("sliding_window", None),
+    ],
+)
+def test_fields_in_tokens_that_no_longer_fit_are_named(name, value):
+    model = tiny_model(global_chunk_size=8, sliding_window=4)
+    setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=re.escape(f"TNTConfig.{name}={value!r}: ")):
+        model(tokens(1, 20))
+
+
+@torch.no_grad()
+def test_the_window_of_the_configuration_is_what_attention_gets():
+    seen = []
+
+    def recording(*args, **kwargs):
+        seen.append(kwargs["sliding_window"])
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("recording", recording)
+    AttentionMaskInterface.register("recording", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = tiny_model(attn_implementation="recording")
+    model.config.sliding_window = 2
+    model(tokens(1, 9))
+    assert seen == [2, 2]
+    model, ids = tiny_model(), tokens(1, 20)
+    model.config.sliding_window = 1
+    cache = DynamicCache(config=model.config)
+    parts = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(20)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=0, atol=1e-12)  # float64

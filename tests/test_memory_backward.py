@@ -364,3 +364,25 @@ def test_a_state_inside_a_chunk_goes_on_token_by_token():
         o, found = memory_chunkwise(*one, weights, chunk_size=1, initial_state=found, output_final_state=True)
         single.append(o)
     assert_same([naive, torch.cat(single, 1)], [whole, whole], 1e-12)  # float64 sums in another order
+
+
+@pytest.mark.parametrize("gates", [{}, {"momentum": True, "decay": True}], ids=["plain", "gates"])
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_a_detached_state_goes_on_from_values_alone(chunk_size, gates):
+    tensors, weights, gates = make_inputs(B=2, T=13, **gates)
+    settings = {**gates, "chunk_size": chunk_size, "query_projection": "shard", "output_final_state": True}
+    inputs = leaves(tensors, weights, gates)
+    with torch.no_grad():
+        _, values = memory_chunkwise(*tensors, weights, **settings)
+    for x in inputs:
+        x.requires_grad_()
+    _, state = memory_chunkwise(*tensors, weights, **settings)
+    detached = state.detach()
+    assert (detached.chunk_weights is detached.weights) == (chunk_size == 1)
+    found, expected = (
+        torch.autograd.grad(
+            probe(memory_chunkwise(*tensors, weights, **settings, initial_state=before)), inputs, allow_unused=True
+        )
+        for before in (detached, values)
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -56,7 +56,9 @@ def lr_factors(config: TNTConfig) -> list[float]:
     A chunk is one gradient step with the rate sum_i theta_i, which diverges beyond theta C |a|^2 = 2 where keys
     are alike. "capped" lets no chunk step further than one of 64 tokens, the largest that recall was measured with.
     """
-    kind, sizes = config.memory_lr_scaling, config.memory_train_chunk_sizes or [1] * len(config.memory_specs)
+    fields = vars(config)  # its attributes are slow to read, and this is asked for with every token
+    kind, sizes = fields["memory_lr_scaling"], fields["memory_train_chunk_sizes"]
+    sizes = [spec.chunk_size for spec in config.memory_specs] if sizes is None else sizes  # as saving fills them in
     return [C**-0.5 if kind == "train_chunk" else min(1.0, CAP_TOKENS / C) if kind == "capped" else 1.0 for C in sizes]
 
 
@@ -92,7 +94,6 @@ class TNTMemory(nn.Module):
         self.taps = max(config.memory_conv_kernel - 1, 0)  # earlier tokens a convolution sees
         if self.taps:
             self.q_conv, self.k_conv, self.v_conv = (TNTCausalConv(width, self.taps + 1) for width in self.channels)
-        self.lr_factors = lr_factors(config)
         self.memories = nn.ModuleList([TNTMemoryUnit(config) for _ in config.memory_specs])
         # "mix" is published on the plain output, which a norm would change
         self.norm = None if config.memory_gate == "mix" else TNTRMSNorm(D, eps=config.rms_norm_eps)
@@ -102,6 +103,11 @@ class TNTMemory(nn.Module):
             self.o_proj = nn.Linear(self.channels[0], config.hidden_size, bias=False)
         if config.variant == "mal":
             self.input_layernorm = TNTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @property
+    def lr_factors(self) -> list[float]:
+        """As `options`: one for each memory."""
+        return lr_factors(self.config)
 
     @property
     def options(self) -> dict[str, Any]:

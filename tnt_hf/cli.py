@@ -88,12 +88,23 @@ def check_command(parser: argparse.ArgumentParser, word: str = "") -> None:
         parser.error(f"there is no command {word!r}; did you mean {similar[0]!r}?")
 
 
+def spin_briefly() -> None:
+    """
+    Threads of OpenMP, with which torch computes, soon sleep while they wait for each other: one that spins on a core
+    that other jobs use, too, keeps from running what it waits for. Not where the environment says how to wait, and not
+    for a torch that has read it already.
+    """
+    if "torch" not in sys.modules and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        os.environ["GOMP_SPINCOUNT"] = "10000"  # tens of microseconds; by default it is milliseconds
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, 2 for a mistake in the input, 130 if interrupted, 141 if nobody
     reads the output."""
     arguments = sys.argv[1:] if arguments is None else arguments
     name = "tnt"
     try:
+        spin_briefly()
         parser = build_parser()
         check_command(parser, *arguments[:1])
         if arguments[:1] == ["generate"]:

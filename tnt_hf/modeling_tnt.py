@@ -62,6 +62,7 @@ from .continuation_tnt import (
     check_used,
 )
 from .convolution_tnt import TNTCausalConv
+from .frozen_tnt import check_made_of, made_of
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
 from .masks_tnt import build_masks, default_positions, document_ids
 from .precision_tnt import cast, rounded, wide
@@ -196,7 +197,6 @@ class TNTAttention(nn.Module):
         self.is_causal = True
         self.num_persistent_tokens = config.num_persistent_tokens  # attributes of a config are slow to read
         self.has_qk_norm, self.has_output_gate = config.qk_norm, config.attention_output_gate
-        self.sliding_window = config.sliding_window if "sliding" in config.layer_types[layer_idx] else None
 
         query, key_value = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query, bias=config.attention_bias)
@@ -213,6 +213,12 @@ class TNTAttention(nn.Module):
             shape = (config.num_key_value_heads, config.num_persistent_tokens, self.head_dim)
             self.persistent_keys = nn.Parameter(torch.empty(shape))
             self.persistent_values = nn.Parameter(torch.empty(shape))
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a query sees, itself included; `None` is all of them."""
+        fields = vars(self.config)  # masks and caches follow it, too, and it may change
+        return fields["sliding_window"] if "sliding" in fields["layer_types"][self.layer_idx] else None
 
     @with_cache_name
     def forward(
@@ -482,9 +488,6 @@ class TNTPreTrainedModel(PreTrainedModel):
             raise
         if window is not None and (window < (old[0] or 0) or not any("sliding" in kind for kind in old[1])):
             config.window_narrowed = True
-        for module in self.modules():
-            if isinstance(module, TNTAttention):
-                module.sliding_window = config.sliding_window if "sliding" in types[module.layer_idx] else None
 
     def _attends(self, layer: int) -> bool:
         return self.config.variant != "lmm" or layer not in self.config.memory_layer_indices
@@ -516,7 +519,7 @@ class TNTModel(TNTPreTrainedModel):
     def __init__(self, config: TNTConfig):
         super().__init__(config)
         config.resolve()  # its fields may have changed since it was made
-        self.memory_count = len(config.memory_specs)  # the sizes of their chunks may change, their number not
+        self.made_of = made_of(config)
         if (pad := config.pad_token_id) is not None and not -config.vocab_size <= pad < config.vocab_size:
             raise ValueError(f"TNTConfig.pad_token_id={pad}: must be below vocab_size={config.vocab_size}.")
         self.padding_idx = pad
@@ -576,11 +579,8 @@ class TNTModel(TNTPreTrainedModel):
             raise ValueError(
                 f"attention_mask has the keys {list(attention_mask)}: make it with create_masks_for_generate."
             )
+        check_made_of(self.config, self.made_of)
         past, layout = 0, StateLayout.of(self.config)
-        if len(layout.specs) != self.memory_count:
-            sizes = self.config.local_chunk_sizes
-            count = self.memory_count - (self.config.global_chunk_size is not None)
-            raise ValueError(f"local_chunk_sizes={sizes!r}: needs one entry for each of {count} local memories.")
         check_kept(self, cache)
         if cache is not None:
             check_cache(cache, self.config, layout)

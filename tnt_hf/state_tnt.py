@@ -29,7 +29,8 @@ from .step_tnt import MemoryState
 
 LAYOUT_FIELDS = (
     "num_hidden_layers", "memory_layers", "global_chunk_size", "local_chunk_sizes", "local_reset_interval",
-    "global_read", "qk_projection", "memory_depth", "memory_momentum",
+    "global_read", "qk_projection", "memory_depth", "memory_momentum", "sliding_window", "layer_types",
+    "allow_memory_gap",
 )  # fmt: skip
 LAYOUTS: dict[tuple, "StateLayout"] = {}
 
@@ -46,14 +47,27 @@ class StateLayout(NamedTuple):
 
     @classmethod
     def of(cls, config: TNTConfig) -> "StateLayout":
-        """The layout of a model with `config`, whose chunk sizes may have changed since the last call."""
+        """
+        The layout of a model with `config`, whose fields in tokens may have changed since the last call.
+
+        Raises:
+            ValueError: the fields no longer fit each other.
+        """
         fields = vars(config)  # its attributes are slow to read, and this is asked for with every token
         key = tuple(tuple(x) if isinstance(x, list) else x for x in [fields[name] for name in LAYOUT_FIELDS])
         if (found := LAYOUTS.get(key)) is None:
             found = cls._made(config)
             if not torch.compiler.is_compiling():
+                cls._check(config)
                 LAYOUTS[key] = found
         return found
+
+    @staticmethod
+    def _check(config: TNTConfig) -> None:
+        config.validate_architecture()
+        types, layers = config.layer_types, config.memory_layer_indices
+        if [i for i, kind in enumerate(types) if "hybrid" in kind] != layers:
+            raise ValueError(f"TNTConfig.layer_types={types}: must be 'hybrid...' where the memories are, {layers}.")
 
     @classmethod
     def _made(cls, config: TNTConfig) -> "StateLayout":

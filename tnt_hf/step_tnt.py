@@ -52,6 +52,14 @@ class MemoryState:
     projection: Tensor | None
     time: Tensor
 
+    def detach(self) -> "MemoryState":
+        """The same values without their graph, for truncated backpropagation through time."""
+        weights, alike = [w.detach() for w in self.weights], self.chunk_weights is self.weights
+        start = weights if alike else [w.detach() for w in self.chunk_weights]
+        S = self.momentum and [s.detach() for s in self.momentum]
+        M = self.projection if self.projection is None else self.projection.detach()
+        return MemoryState(weights, start, S, M, self.time)
+
 
 def token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k, v, lr, momentum, decay, present):
     """One token of the recurrence for every row of a batch: the paper's equations in order.
