@@ -328,10 +328,8 @@ def model_folder(tmp_path_factory):
 def test_threads_do_not_spin_for_long_unless_the_environment_says_so(variable):
     said = {} if variable is None else {variable: "active" if variable == "OMP_WAIT_POLICY" else "5"}
     kept = {name: x for name, x in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    code = (
-        "import atexit, os; from tnt_hf.cli import main; atexit.register(lambda: print(os.getenv('GOMP_SPINCOUNT')))"
-    )
-    code += "; main(['--version'])"
+    code = "import atexit, os, sys; sys.argv = ['tnt', '--version']; from tnt_hf.cli import main"
+    code += "; atexit.register(lambda: print(os.getenv('GOMP_SPINCOUNT'))); main()"
     done = subprocess.run([sys.executable, "-c", code], env=kept | said, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == {None: "10000", "OMP_WAIT_POLICY": "None", "GOMP_SPINCOUNT": "5"}[variable]
 
