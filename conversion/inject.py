@@ -85,6 +85,7 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
     # A plain attribute is saved: who loads the checkpoint without its memory gets an error, not another model.
     base.config.attn_implementation = PREFIX + implementation
     base.config.tnt_injection = config.to_dict()
+    base.injected_with = config.to_dict()  # what its memories were made by, whatever becomes of the config
     model._is_stateful = True  # generate() refuses to roll a memory back
     parameters = tuple(inspect.signature(base.forward).parameters)
     base.register_forward_pre_hook(partial(enter_model, row, parameters), with_kwargs=True)
@@ -143,7 +144,7 @@ def take_out_memory(model: PreTrainedModel) -> None:
     for attention in attentions:
         del attention.memory, attention.max_self_attn_length, attention.keeps_memory
     config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
-    del config.tnt_injection, config.attn_implementation
+    del config.tnt_injection, config.attn_implementation, base.injected_with
     model.__dict__.pop("_is_stateful", None)
 
 
@@ -168,6 +169,9 @@ def set_max_self_attn_length(model: nn.Module, length: int | None) -> None:
         for attention in attentions:
             config.memory_config(host, attention.layer_idx)  # raises what loading would
     host.tnt_injection = config.to_dict()
+    for module in model.modules():
+        if "injected_with" in vars(module):
+            module.injected_with = config.to_dict()
     for attention in attentions:
         attention.max_self_attn_length = length
 

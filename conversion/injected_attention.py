@@ -78,6 +78,8 @@ def enter_model(
             f"attn_implementation={config._attn_implementation!r}: was changed after inject(), which would switch the"
             " memory off; unload(), change it, and inject again."
         )
+    if not torch.compiler.is_compiling():
+        check_injected_with(module)
     mask, cache = given.get("attention_mask"), take_cache(given)
     given[CACHE_NAME] = cache
     attentions = row.attention_modules(module)
@@ -137,6 +139,20 @@ def enter_model(
             given["position_ids"] = count.clamp_min(0)[:, -T:]
     given[ARGUMENT] = MemoryCall(valid, segment_ids)
     return (), given
+
+
+def check_injected_with(module: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: the settings in the base model's configuration are no longer those its memories were made by.
+    """
+    settings, made = module.config.tnt_injection, module.injected_with
+    if settings != made:
+        name = next(name for name in {**made, **settings} if settings.get(name, ...) != made.get(name, ...))
+        raise ValueError(
+            f"tnt_injection[{name!r}]={settings.get(name)!r}: the memory was injected with {made.get(name)!r}, and"
+            " would be saved as another. Set it back; unload(model) and inject it again with another value."
+        )
 
 
 def leave_model(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:

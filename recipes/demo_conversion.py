@@ -162,6 +162,7 @@ def train_source(
     from transformers import LlamaForCausalLM
 
     from tnt_hf.recipes import blocked_attention
+    from tnt_hf.recipes.float32_muon import Float32Muon
 
     job = Job("source", reports, threads)
     torch.manual_seed(plan.seed)
@@ -169,8 +170,9 @@ def train_source(
     model = LlamaForCausalLM._from_config(config, attn_implementation=blocked_attention.register()).train()
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    muon = Float32Muon if plan.precision == "float32" else torch.optim.Muon
     optimizers = [
-        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95, adjust_lr_fn="original"),
+        muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95, adjust_lr_fn="original"),
         torch.optim.AdamW(rest, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     steps, warmup, decay = plan.teacher_steps, min(50, plan.teacher_steps // 10), 0.35

@@ -17,6 +17,7 @@ from tnt_hf.recipes.benchmarks.training import train_in_order
 from tnt_hf.recipes.demo_conversion import PRECISIONS, ConversionPlan, measured_on
 from tnt_hf.recipes.demo_conversion_report import conversion_results, draw, recovered
 from tnt_hf.recipes.distillation import RATES, distiller, with_lora
+from tnt_hf.recipes.float32_muon import Float32Muon
 from tnt_hf.recipes.optimization import parameter_groups
 
 
@@ -235,6 +236,25 @@ def test_the_source_trains_in_what_is_faster_here(monkeypatch, slower):
 
     monkeypatch.setattr(demo_conversion, "source_loss", loss)
     assert {demo_conversion.faster_precision(ConversionPlan()), slower} == set(PRECISIONS)
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
+def test_the_optimizer_of_the_source_rounds_to_float32(shape):
+    start, gradient = torch.randn(shape), torch.randn(shape)
+    X = gradient.double() if shape[0] < shape[1] else gradient.double().T
+    X = X / X.norm()
+    for _ in range(5):  # Newton-Schulz with the coefficients of Muon
+        A = X @ X.T
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    X = X if shape[0] < shape[1] else X.T
+    for kind, nearer in ((Float32Muon, True), (torch.optim.Muon, False)):
+        weight = torch.nn.Parameter(start.clone())
+        weight.grad = gradient.clone()
+        kind([weight], lr=1.0, weight_decay=0.0, nesterov=True).step()
+        rate = max(1, shape[0] / shape[1]) ** 0.5
+        error = (start.double() - rate * X - weight.detach()).abs().max()
+        assert (error < 1e-5) == nearer  # float32 rounds 1 to 6e-8, bfloat16 to 4e-3
+        assert torch.equal(weight.grad, gradient)
 
 
 def test_results_are_measured_on_files_no_setting_was_chosen_on():

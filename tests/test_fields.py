@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from tnt_hf.conversion import LiZAConfig, inject
+from tnt_hf.conversion import LiZAConfig, TNTInjectionConfig, inject
 from tnt_hf.modeling_tnt import TNTForTokenClassification
 
 
@@ -117,3 +117,15 @@ def test_the_window_of_the_configuration_is_what_attention_gets():
     cache = DynamicCache(config=model.config)
     parts = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(20)]
     torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=0, atol=1e-12)  # float64
+
+
+@pytest.mark.parametrize("name, value", [("memory_grad_bound", 0.001), ("max_self_attn_length", 4), ("seed", 5)])
+def test_settings_of_an_injection_do_not_change_in_silence(name, value):
+    model, ids = inject(tiny_host("llama"), TNTInjectionConfig()), tokens(1, 9)
+    before = model(ids).logits
+    kept = dict(model.config.tnt_injection)
+    model.config.tnt_injection[name] = value
+    with pytest.raises(ValueError, match=re.escape(f"tnt_injection[{name!r}]={value}: the memory was injected with ")):
+        model(ids)
+    model.config.tnt_injection = kept
+    assert torch.equal(model(ids).logits, before)
