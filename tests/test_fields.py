@@ -6,9 +6,6 @@ import pytest
 import torch
 from tiny import TINY, tiny_config, tiny_model, tokens
 from tiny_hosts import tiny_host
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tnt_hf.conversion import LiZAConfig, TNTInjectionConfig, inject
 from tnt_hf.modeling_tnt import TNTForTokenClassification
@@ -96,27 +93,6 @@ def test_fields_in_tokens_that_no_longer_fit_are_named(name, value):
     setattr(model.config, name, value)
     with pytest.raises(ValueError, match=re.escape(f"TNTConfig.{name}={value!r}: ")):
         model(tokens(1, 20))
-
-
-@torch.no_grad()
-def test_the_window_of_the_configuration_is_what_attention_gets():
-    seen = []
-
-    def recording(*args, **kwargs):
-        seen.append(kwargs["sliding_window"])
-        return sdpa_attention_forward(*args, **kwargs)
-
-    AttentionInterface.register("recording", recording)
-    AttentionMaskInterface.register("recording", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model = tiny_model(attn_implementation="recording")
-    model.config.sliding_window = 2
-    model(tokens(1, 9))
-    assert seen == [2, 2]
-    model, ids = tiny_model(), tokens(1, 20)
-    model.config.sliding_window = 1
-    cache = DynamicCache(config=model.config)
-    parts = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(20)]
-    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=0, atol=1e-12)  # float64
 
 
 @pytest.mark.parametrize("name, value", [("memory_grad_bound", 0.001), ("max_self_attn_length", 4), ("seed", 5)])

@@ -197,6 +197,7 @@ class TNTAttention(nn.Module):
         self.is_causal = True
         self.num_persistent_tokens = config.num_persistent_tokens  # attributes of a config are slow to read
         self.has_qk_norm, self.has_output_gate = config.qk_norm, config.attention_output_gate
+        self.sliding_window = config.sliding_window if "sliding" in config.layer_types[layer_idx] else None
 
         query, key_value = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query, bias=config.attention_bias)
@@ -213,12 +214,6 @@ class TNTAttention(nn.Module):
             shape = (config.num_key_value_heads, config.num_persistent_tokens, self.head_dim)
             self.persistent_keys = nn.Parameter(torch.empty(shape))
             self.persistent_values = nn.Parameter(torch.empty(shape))
-
-    @property
-    def sliding_window(self) -> int | None:
-        """Tokens that a query sees, itself included; `None` is all of them."""
-        fields = vars(self.config)  # masks and caches follow it, too, and it may change
-        return fields["sliding_window"] if "sliding" in fields["layer_types"][self.layer_idx] else None
 
     @with_cache_name
     def forward(
@@ -488,6 +483,9 @@ class TNTPreTrainedModel(PreTrainedModel):
             raise
         if window is not None and (window < (old[0] or 0) or not any("sliding" in kind for kind in old[1])):
             config.window_narrowed = True
+        for module in self.modules():
+            if isinstance(module, TNTAttention):
+                module.sliding_window = config.sliding_window if "sliding" in types[module.layer_idx] else None
 
     def _attends(self, layer: int) -> bool:
         return self.config.variant != "lmm" or layer not in self.config.memory_layer_indices
