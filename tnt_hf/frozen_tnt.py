@@ -1,7 +1,7 @@
 """What a model is made of. Its configuration must go on saying so, or it would be saved as another model.
 
-Chunk sizes, windows, reset intervals, inner rates and the kind of kernels may change while a model lives: they are
-read at every call. Travels with every pushed checkpoint.
+Chunk sizes, reset intervals, inner rates and the kind of kernels may change while a model lives, as they are read at
+every call; windows by `set_sliding_window`. Travels with every pushed checkpoint.
 """
 
 import copy
@@ -39,12 +39,12 @@ def check_made_of(config: TNTConfig, made: list[Any]) -> None:
     Raises:
         ValueError: a field has changed that the model was made by.
     """
+    sizes, count = vars(config)["local_chunk_sizes"], made[-1]
+    if len(sizes) != count:
+        raise ValueError(f"local_chunk_sizes={sizes!r}: needs one entry for each of {count} local memories.")
     if torch.compiler.is_compiling() or (now := _now(config)) == made:
         return
-    *_, has_global, count = made
-    if len(config.local_chunk_sizes) != count:
-        sizes = config.local_chunk_sizes
-        raise ValueError(f"local_chunk_sizes={sizes!r}: needs one entry for each of {count} local memories.")
+    has_global = made[-2]
     if now[-2] != has_global:
         size, memory = config.global_chunk_size, "a" if has_global else "no"
         raise ValueError(f"TNTConfig.global_chunk_size={size!r}: the model was made with {memory} global memory.")
