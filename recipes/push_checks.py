@@ -7,6 +7,7 @@ every tensor is read once, in pieces.
 import ast
 import json
 import re
+from functools import lru_cache
 from os.path import realpath
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def _code_files(model: Model) -> list[str]:
     auto_map = model.config.get("auto_map")
     if not isinstance(auto_map, dict) or not {"AutoConfig", "AutoModelForCausalLM"} <= auto_map.keys():
         raise ValueError(f"{model.folder}/config.json: auto_map={auto_map!r} names no code; save_pretrained writes it")
-    found: dict[str, ast.Module] = {}
+    found: dict[str, frozenset[str]] = {}
     for kind, target in auto_map.items():
         if not isinstance(target, str) or not re.fullmatch(r"\w+\.\w+", target):
             raise ValueError(
@@ -94,24 +95,33 @@ def _code_files(model: Model) -> list[str]:
             )
         module, name = target.split(".")
         _follow(model.folder, module, found)
-        if name not in {node.name for node in found[module].body if isinstance(node, ast.ClassDef)}:
+        if name not in found[module]:
             raise ValueError(f"{model.folder}/{module}.py: defines no class {name}, which auto_map names")
     return sorted(f"{module}.py" for module in found)
 
 
-def _follow(folder: Path, module: str, found: dict[str, ast.Module]) -> None:
+def _follow(folder: Path, module: str, found: dict[str, frozenset[str]]) -> None:
+    """Adds the module and those it imports, each with the names of its classes."""
     if module in found:
         return
     path = folder / f"{module}.py"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}/{path.name}: missing, but config.json or another file needs it")
     try:
-        found[module] = ast.parse(inside(folder, path.name).read_text(encoding="utf-8"))
+        found[module], needed = _classes_and_imports(inside(folder, path.name).read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{folder}/{path.name}: is not valid Python ({error})") from error
-    for node in ast.walk(found[module]):
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-            _follow(folder, node.module, found)
+    for other in needed:
+        _follow(folder, other, found)
+
+
+@lru_cache(maxsize=128)  # the same files lie in every folder of a release, and take half a second
+def _classes_and_imports(source: str) -> tuple[frozenset[str], list[str]]:
+    """Names of the classes of a module, and of the modules beside it that it imports."""
+    tree = ast.parse(source)
+    classes = frozenset(node.name for node in tree.body if isinstance(node, ast.ClassDef))
+    beside = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1)
+    return classes, [node.module for node in beside if node.module]
 
 
 def check_files(model: Model, files: dict[str, Path]) -> list[str]:

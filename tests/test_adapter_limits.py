@@ -316,6 +316,7 @@ def test_a_state_read_without_autograd_is_gone_on_from_with_it():
     assert all(x.grad.isfinite().all() for x in model.model.layers[0].self_attn.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("grad", [False, True])
 def test_compiled_decoding_of_liza_is_one_graph(grad):
     model, cache = inject(tiny_host("llama"), OPEN), DynamicCache()

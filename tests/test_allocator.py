@@ -33,6 +33,7 @@ def ran(script: str = SCRIPT, **variables: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
 def test_a_block_that_was_freed_is_used_again():
     found = ran()

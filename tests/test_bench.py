@@ -144,6 +144,7 @@ def test_ratios_are_formed_inside_a_round(tmp_path):
     assert (ratio["min"], ratio["max"]) == (round(min(rounds), 3), round(max(rounds), 3))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_contestants_can_be_compiled(tmp_path, monkeypatch, capsys):
     compiled = []

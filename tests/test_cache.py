@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import MODES, left_padded, tiny_config, tiny_model, tokens
+from tiny import MODES, few_modes, later, left_padded, tiny_config, tiny_model, tokens
 from tiny_hosts import OPEN_TNT, tiny_host
 from transformers import CompileConfig, DynamicCache, StaticCache
 
@@ -173,7 +173,7 @@ CACHES = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("pads, sample", [(0, False), (3, True)], ids=["greedy", "padded prompt, sampling"])
-@modes
+@few_modes
 def test_a_batch_goes_on_whose_rows_ended_one_by_one(changes, pads, sample):
     """`generate` feeds padding to rows that have ended, which is not part of their conversation."""
     goes_on_after_rows_ended(tiny_model(**changes), CACHES["ours"], pads, sample)
@@ -199,7 +199,11 @@ def test_rows_end_one_by_one_in_a_compiled_model(layer_types):
     goes_on_after_rows_ended(model, CACHES["ours"], 3, False, plain)
 
 
-@pytest.mark.parametrize("layer_types", [None, ["full_attention"] * 2], ids=["window", "full attention"])
+@pytest.mark.parametrize(
+    "layer_types",
+    [*later(None), ["full_attention"] * 2],
+    ids=["window", "full attention"],
+)
 def test_a_static_cache_is_decoded_from_in_one_graph(layer_types):
     """As `generate` does by itself on a GPU."""
     torch.compiler.reset()
@@ -451,7 +455,7 @@ def test_masks_and_caches_have_the_shape_of_the_call():
             model(ids[:1, :2], past_key_values=cache)
 
 
-@pytest.mark.parametrize("window", [1, 4, None])
+@pytest.mark.parametrize("window", [4, *later(1, None)])
 def test_attention_alone_with_the_librarys_bare_cache_and_in_one_graph(window):
     model, ids = tiny_model(memory_layers=[], sliding_window=window), tokens(2, 12)
     expected = model.generate(ids, max_new_tokens=5, do_sample=False, use_cache=False)

@@ -247,6 +247,7 @@ def test_a_cache_filled_in_inference_mode_starts_over_outside_it():
     assert model(ids, past_key_values=cache).logits.equal(model(ids, use_cache=True).logits)
 
 
+@pytest.mark.long
 def test_a_compiled_call_without_a_mask_does_not_go_on_behind_padding():
     """Nothing is asked of a compiled call's cache; what it needs the mask for says so. `reset` forgets the padding."""
     model, ids = tiny_model(memory_layers=[]), tokens(2, 6)
@@ -263,14 +264,9 @@ def test_a_compiled_call_without_a_mask_does_not_go_on_behind_padding():
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "kind, window",
-    [
-        ("TNTCache", 4),
-        pytest.param("StaticCache", None, marks=pytest.mark.long),
-        pytest.param("TNTCache", None, marks=pytest.mark.long),
-        pytest.param("StaticCache", 4, marks=pytest.mark.long),
-    ],
+    "kind, window", [("TNTCache", 4), ("StaticCache", None), ("TNTCache", None), ("StaticCache", 4)]
 )
 def test_a_cache_that_starts_over_behind_padding_serves_compiled_calls(kind, window):
     """Also one whose positions left the padding out. The library's caches start over without word of it."""

@@ -191,6 +191,7 @@ def test_a_schedule_names_steps(schedule, message):
         ChunkSizeSchedule(schedule)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [[2, 4, 8], [3], 0])
 def test_sizes_are_tried_before_anything_is_trained(tmp_path, sizes):
     run = trainer(tmp_path, **NO_SAVE)

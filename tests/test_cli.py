@@ -506,6 +506,7 @@ def nobody_answers(*commands: str) -> list[str]:
     return done.stderr.splitlines()
 
 
+@pytest.mark.long
 def test_what_is_no_folder_and_no_repository_is_told_at_once():
     """Where nobody answers, the library asks for every file six times, for half a minute, and tells of each try."""
     lines = nobody_answers(
@@ -547,7 +548,8 @@ def test_nobody_has_to_read_the_output():
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("closed", [">&-", pytest.param(">&- 2>&-", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
 def test_output_may_be_closed(closed, config_file):
     """As of a daemon."""
     done = subprocess.run(["bash", "-c", f"{sys.executable} -m tnt_hf.cli info {config_file} {closed}"], text=True)

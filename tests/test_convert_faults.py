@@ -519,10 +519,8 @@ def test_killed_at_any_moment_and_a_full_disk(tmp_path, source, every):
         assert [path.name for path in Path(folder).iterdir()] == ["source"]
 
 
-SIGNALS = [signal.SIGTERM, *(pytest.param(x, marks=pytest.mark.long) for x in (signal.SIGHUP, signal.SIGINT))]
-
-
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
 def test_a_command_that_is_ended_leaves_nothing(tmp_path, source, number):
     """The process gets the signal when it writes the model card, with all shards in place."""
     program = f"""

@@ -79,6 +79,7 @@ sys.exit(run(parser.parse_args()))
 # --------------------------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.long
 def test_a_stranger_can_load_it_by_the_quick_start_of_its_card(tmp_path, source):
     """In a process that cannot import this package, from the code that is in the folder."""
     result = convert_checkpoint(source, tmp_path / "result", progress=False)
@@ -451,6 +452,7 @@ def test_a_hub_that_does_not_answer_is_one_line(tmp_path, monkeypatch):
         convert_checkpoint("tnt-hf-tests/nothing", tmp_path / "result", progress=False)
 
 
+@pytest.mark.long
 def test_a_hub_id(tmp_path, source):
     """Only the weights that the index names are fetched, no code, and the shards link to the cache's own files."""
     single = (source / "model.safetensors").read_bytes()

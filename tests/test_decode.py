@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tiny import MODES, left_padded, tiny_config, tiny_model, tokens
+from tiny import MODES, few_modes, later, left_padded, tiny_config, tiny_model, tokens
 from torch.nn.functional import normalize
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
@@ -77,7 +77,7 @@ def random_token(g, momentum: bool, decay: bool):
     ],
 )
 @pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("absent", [False, True], ids=["all present", "some absent"])
+@pytest.mark.parametrize("absent", [*later(False), True], ids=["all present", "some absent"])
 @torch.no_grad()
 def test_the_step_in_place_is_the_recurrence(depth, residual, layernorm, momentum, decay, changes, absent):
     """Twenty tokens across every boundary, rows at different times, whatever the clock is read with and whoever knows
@@ -203,12 +203,12 @@ def test_another_convolution_takes_effect_while_decoding(how, monkeypatch):
 
 
 @pytest.mark.parametrize("pads", [0, 5], ids=["all valid", "padded"])
-@pytest.mark.parametrize("mode", MODES)
+@few_modes
 @torch.no_grad()
-def test_a_clock_that_stays_on_its_device_tells_every_layer_the_same_time(monkeypatch, mode, pads):
+def test_a_clock_that_stays_on_its_device_tells_every_layer_the_same_time(monkeypatch, changes, pads):
     """As on a GPU, where nobody waits to read it: the clock of all layers is a tensor."""
     monkeypatch.setattr(Clock, "of", classmethod(lambda cls, time, present: cls(time, present)))
-    model, ids, cache = tiny_model(**MODES[mode]), tokens(2, 40), TNTCache(tiny_config(**MODES[mode]))
+    model, ids, cache = tiny_model(**changes), tokens(2, 40), TNTCache(tiny_config(**changes))
     mask = torch.ones_like(ids)
     mask[0, :pads] = mask[1, 20 : 20 + pads] = 0
     full, decoded = model(ids, attention_mask=mask).logits, []
@@ -327,6 +327,7 @@ def test_a_parametrized_start_takes_effect_while_decoding():
     torch.testing.assert_close(torch.cat(decoded, 1), model(ids).logits, atol=1e-9, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
 def test_a_compiled_step_is_compiled_once():

@@ -79,6 +79,7 @@ def test_attention_in_blocks_is_the_librarys(length, window):
     assert torch.allclose(found, wanted, atol=1e-12) and all(torch.allclose(*pair, atol=1e-12) for pair in pairs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [None, 7])
 def test_attention_in_blocks_can_be_compiled(window):
     q, k, v = (torch.randn(1, 2, 80, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))

@@ -109,6 +109,7 @@ def direct(model, tokenizer, context: str, continuation: str) -> tuple[float, bo
 # ------------------------------------------------------------------------------------------------------------- lm_eval
 
 
+@pytest.mark.long
 def test_lm_eval_computes_what_the_model_says(folder, loaded):
     """In batches of 1 and of 4: log-likelihoods, rolling log-likelihoods and greedy continuations."""
     model, tokenizer = loaded

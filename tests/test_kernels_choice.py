@@ -189,6 +189,7 @@ def test_the_model_refuses_on_the_cpu():
         model(torch.ones(1, 4, dtype=torch.long))
 
 
+@pytest.mark.long
 def test_everything_else_works_where_triton_is_not_installed():
     code = """
 import sys

@@ -11,6 +11,7 @@ from tnt_hf.kernels_parts_tnt import INTERPRETED
 from tnt_hf.tokens_tnt import memory_tokens
 
 
+@pytest.mark.long  # by default those of whole models run these kernels
 def test_in_the_interpreter():
     run_cases(__file__, "not slow")
 

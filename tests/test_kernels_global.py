@@ -13,7 +13,12 @@ from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 
 
 def test_in_the_interpreter():
-    run_cases(__file__, "not slow")
+    run_cases(__file__, "not slow and not long")
+
+
+@pytest.mark.long
+def test_in_the_interpreter_with_more_programs_and_pieces():
+    run_cases(__file__, "long and not slow")
 
 
 @pytest.mark.slow
@@ -72,10 +77,12 @@ def case_momentum_and_forgetting(monkeypatch, gates):
     compare(monkeypatch, **gates)
 
 
+@pytest.mark.long
 def case_one_program_runs_through_all_tiles_of_a_chunk(monkeypatch):
     compare(monkeypatch, programs=1)
 
 
+@pytest.mark.long
 def case_more_shares_than_are_taken_up_at_once(monkeypatch):
     """Three splits of a chunk, two of whose sums are added at a time."""
     monkeypatch.setattr(kernels, "GROUP", 2)

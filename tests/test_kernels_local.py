@@ -15,6 +15,7 @@ import pytest
 import torch
 from interpreter import run_cases
 from test_memory import assert_same, everything, leaves, make_inputs, run
+from tiny import at_once
 
 from tnt_hf import kernels_global_tnt, kernels_tnt
 from tnt_hf.kernels_choice_tnt import choose, unsupported_scan
@@ -110,10 +111,19 @@ CASES = {
         {"chunk_size": 6, "split": [9, 15], "mask": HALF, **ALL},
     ),
 }  # fmt: skip
+LONG = {
+    "two rows in shards", "two rows with gates", "two rows in blocks", "two rows, projected",
+    "128-token chunks in odd pieces",
+}  # fmt: skip
 
 
 def test_in_the_interpreter():
-    run_cases(__file__, "not slow")
+    run_cases(__file__, "not slow and not long")
+
+
+@pytest.mark.long
+def test_in_the_interpreter_with_more_rows_and_tokens():
+    run_cases(__file__, "long and not slow")
 
 
 @pytest.mark.slow
@@ -121,9 +131,9 @@ def test_in_the_interpreter_with_every_option_at_every_chunk():
     run_cases(__file__, "slow")
 
 
-@pytest.mark.parametrize("name", CASES)
-def case_the_recurrence(name):
-    assert_is_naive(*CASES[name])
+@pytest.mark.parametrize("case", at_once(CASES, CASES.keys() - LONG))
+def case_the_recurrence(case):
+    assert_is_naive(*case)
 
 
 @pytest.mark.slow
@@ -148,6 +158,7 @@ def case_wider_heads(width):
     assert_is_naive(inputs, {"chunk_size": 16, "reset_interval": 32, "residual": True})
 
 
+@pytest.mark.long
 @pytest.mark.skipif(COMPILED, reason="compiled kernels multiply bfloat16 themselves: test_kernels_compiled.py")
 def case_bfloat16_operands(monkeypatch):
     """What a GPU makes of bfloat16: operands rounded, sums and state in float32. The interpreter cannot multiply

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_memory import assert_same, leaves, make_inputs, probe, run
-from tiny import tiny_model, tokens
+from tiny import later, tiny_model, tokens
 
 from tnt_hf import native_tnt, plan_tnt, projection_tnt, reverse_tnt
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
@@ -18,7 +18,11 @@ pytestmark = pytest.mark.usefixtures("form")
 
 
 @pytest.mark.parametrize("grad_bound", [None, 2.0])  # about half of these gradients are larger than 2
-@pytest.mark.parametrize("gates", [(), ("momentum",), ("decay",), ("momentum", "decay")], ids=str)
+@pytest.mark.parametrize(
+    "gates",
+    [(), *later(("momentum",), ("decay",)), ("momentum", "decay")],
+    ids=str,
+)
 @pytest.mark.parametrize("keep_ratio, block_elements", [(0, 50), (0, 1 << 17), (1e9, 50)])
 def test_every_way_back_to_a_chunks_weights(monkeypatch, keep_ratio, block_elements, gates, grad_bound):
     """States kept, undone or replayed, in blocks of one chunk or many: the same gradients."""

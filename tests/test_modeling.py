@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import MODES, TINY, left_padded, tiny_config, tiny_model, tokens
+from tiny import MODES, TINY, few_modes, later, left_padded, tiny_config, tiny_model, tokens
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -28,10 +28,8 @@ from tnt_hf.presets import PRESETS
 
 EXACT, SINGLE = 1e-9, 1e-4  # float64 and float32 tolerances
 modes = pytest.mark.parametrize("changes", MODES.values(), ids=MODES.keys())
-some_modes = pytest.mark.parametrize(
-    "changes",
-    [MODES[name] for name in ("default", "window and full attention", "mal", "lmm", "momentum and forgetting")],
-)
+SOME = ("default", "window and full attention", "mal", "lmm", "momentum and forgetting")
+some_modes = pytest.mark.parametrize("changes", [MODES[name] for name in SOME])
 
 
 def pieces(model, ids, cuts, mask=None, **kwargs):
@@ -66,7 +64,7 @@ def test_future_tokens_change_nothing(changes):
         assert not torch.equal(other[:, t], logits[:, t])
 
 
-@modes
+@few_modes
 @torch.no_grad()
 def test_any_split_equals_the_full_forward(changes):
     model, ids = tiny_model(**changes), tokens(2, 37)
@@ -122,7 +120,7 @@ def test_every_pad_length_from_1_to_37():
     close(model(padded, attention_mask=mask, use_cache=False).logits[:, -18:], alone.expand(37, -1, -1))
 
 
-@modes
+@few_modes
 @torch.no_grad()
 def test_rows_at_different_memory_times(changes):
     """Left-padded rows of unequal length, prefilled in pieces (also inside the padding) and decoded token by token."""
@@ -134,7 +132,7 @@ def test_rows_at_different_memory_times(changes):
             close(row[-len(one) :], model(one[None], use_cache=False).logits[0])
 
 
-@modes
+@few_modes
 @torch.no_grad()
 def test_padding_between_two_turns_changes_nothing(changes):
     """Turns padded on the right, on the left and in the middle of a batch that goes on from its cache."""
@@ -216,7 +214,9 @@ def greedy_reference(model, ids, mask, count):
     return ids
 
 
-@pytest.mark.parametrize("name", ["default", "window and full attention", "lmm", "stage 2", "persistent tokens"])
+@pytest.mark.parametrize(
+    "name", ["default", "lmm", *later("window and full attention", "stage 2", "persistent tokens")]
+)
 def test_generate(name):
     model = tiny_model(**MODES[name])
     ids, mask = left_padded([tokens(11), tokens(6)])

@@ -22,7 +22,7 @@ import pytest
 import torch
 from forks import in_a_child
 from test_memory import assert_same, leaves, make_inputs, run
-from tiny import MODES, tiny_model, tokens
+from tiny import MODES, later, tiny_model, tokens
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -48,9 +48,10 @@ def results(op, tensors, weights, gates, **options) -> list[torch.Tensor]:
     return [*outputs, *torch.autograd.grad(loss, inputs)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode",
-    ["default", *(pytest.param(x, marks=pytest.mark.long) for x in ("quadratic keys", "momentum and forgetting"))],
+    ["default", *later("quadratic keys", "momentum and forgetting")],
 )
 def test_threads_share_a_model(mode):
     """As in a server: what several threads generate and differentiate at once is what one does, to the bit."""
@@ -69,7 +70,7 @@ def test_threads_share_a_model(mode):
 
 @needs_native
 @pytest.mark.parametrize("widths", [(64, 64), (16, 40), (24, 24), (12, 100), (7, 9), (32, 128)], ids=str)
-@pytest.mark.parametrize("C", [1, 3, 8, 16, 40])
+@pytest.mark.parametrize("C", [1, *later(3, 16), 8, 40])
 @pytest.mark.parametrize("full", [False, True])
 def test_vectors_and_what_is_left_of_them(widths, C, full):
     """float32 against the recurrence in float64."""
@@ -243,9 +244,7 @@ def elsewhere(cache: Path, first: str = "", **environment) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "compiler", ["no-such-compiler", *(pytest.param(x, marks=pytest.mark.long) for x in ("false", "foreign"))]
-)
+@pytest.mark.parametrize("compiler", ["no-such-compiler", *later("false", "foreign")])
 def test_without_a_compiler_it_is_torch_and_says_so_once(tmp_path, compiler):
     (tmp_path / "bin").mkdir()  # where no `cc` is either
     (tmp_path / "bin" / "false").symlink_to("/bin/false")
@@ -296,9 +295,7 @@ def test_the_first_compiler_there_is(tmp_path, monkeypatch):
     [(torch.float32, FLOAT32), pytest.param(torch.float64, 1e-13, marks=pytest.mark.slow)],
 )
 # zig's is a clang, too
-@pytest.mark.parametrize(
-    "compiler", [pytest.param("clang", marks=pytest.mark.slow), pytest.param("zig", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("compiler", [pytest.param("clang", marks=pytest.mark.slow), *later("zig")])
 def test_other_compilers(tmp_path, monkeypatch, dtype, tolerance, compiler):
     """What clang makes of the source does what this machine's code does, in one of torch's threads or in several."""
     if compiler == "clang" and shutil.which("clang") is None or compiler == "zig" and find_spec("ziglang") is None:
@@ -337,6 +334,7 @@ def test_other_compilers(tmp_path, monkeypatch, dtype, tolerance, compiler):
             assert (got - want).abs().max() <= tolerance * want.abs().max()
 
 
+@pytest.mark.long
 def test_without_room_for_it_it_is_torch(tmp_path):
     """No file may grow beyond 0 bytes, as on a full disk."""
     told = elsewhere(tmp_path, "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))")
@@ -430,6 +428,7 @@ def test_a_compiler_that_compiles_nothing_is_named(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_the_folder_of_a_process_outlives_its_forks(tmp_path):
     """Servers that fork before they serve have children that end before them."""
     code = """

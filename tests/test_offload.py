@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny import MODES, tiny_model, tokens
+from tiny import few_modes, tiny_model, tokens
 from tiny_hosts import OPEN_LIZA, OPEN_TNT, tiny_host
 
 from tnt_hf import TNTForCausalLM
@@ -26,7 +26,7 @@ def same(offloaded, model):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("changes", MODES.values(), ids=MODES.keys())
+@few_modes
 def test_a_layer_on_disk(changes, tmp_path):
     model = tiny_model(torch.float32, **changes)
     model.save_pretrained(tmp_path / "model")

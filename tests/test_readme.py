@@ -81,6 +81,7 @@ SHORTER = {
 }
 
 
+@pytest.mark.long
 def test_commands_run(after, monkeypatch, capsys):
     monkeypatch.chdir(after[0])
     for command in (c for c in commands() if c.startswith("tnt ")):

@@ -296,6 +296,7 @@ def run_of(place):
     return run
 
 
+@pytest.mark.long
 def test_distillation_goes_on_from_alignment_as_the_pages_say(run_of):
     aligned = run_of("qwen3_0b6_hybrid/align")
     output = run_of("qwen3_0b6_hybrid/distill", "qwen3_0b6_hybrid/align")

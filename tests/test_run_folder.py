@@ -147,6 +147,7 @@ def test_a_folder_that_cannot_be_made_is_known_before_anything_is_loaded(tmp_pat
         check_output(tmp_path / "a" / "b", NOW)
 
 
+@pytest.mark.long
 def test_one_run_at_a_time_and_a_killed_one_is_none(tmp_path):
     output = tmp_path / "run"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, output], stdout=subprocess.PIPE, text=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import later, tiny_model
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -200,7 +200,7 @@ def train(built: Datasets, output: Path, steps: int = 6, resume: Path | None = N
     return trainer
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", [0, *later(2)])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_resumed_run_sees_the_same_batches_and_ends_with_the_same_weights(streaming, workers, folder, tmp_path):
     settings = {"dataloader_num_workers": workers, "steps": 8}

@@ -79,6 +79,7 @@ def test_without_padding_and_with_fixed_sizes(mode):
     torch.testing.assert_close(results(fixed, SAMPLE), results(model, SAMPLE), **EXACT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", often("default"))
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"])
 def test_prefill_and_decode_step_of_generate(mode, dynamic):

@@ -468,6 +468,7 @@ def test_help_is_quick_however_a_command_is_started(words):
     assert min(seconds) < 2
 
 
+@pytest.mark.long
 def test_the_package_is_registered_unless_a_command_starts_it():
     """Importing it makes the Auto classes know TNT, also in a program that has a -m of its own among its arguments."""
     words = ["-c", "import sys, tnt_hf; print('torch' in sys.modules)", "-m", "tnt_hf.recipes.train"]

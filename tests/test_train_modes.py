@@ -323,6 +323,7 @@ def test_the_terminal_says_how_many_conversations_are_not_read_whole(folder, cap
     assert "short.jsonl: " in out and out.count(" are left out") == out.count(" are cut") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["base", "teacher"])
 def test_a_run_goes_on_with_the_weights_that_it_rests_on(teacher, kind):
     """Checkpoints of an adapter do not hold its base, and none holds a teacher."""
@@ -350,6 +351,7 @@ def test_sft_goes_on_from_its_adapter(teacher):
     assert torch.equal(logits(load_injected("adapter2")), logits(trainer.model))
 
 
+@pytest.mark.long
 def test_an_adapter_is_a_teacher_with_its_memory(teacher):
     run("speaker", "--mode sft --model teacher --inject.weight 0.3 --trainable lora --max_steps 1", data="talk.jsonl")
     arguments = "--mode distill --model teacher --inject.kind tnt --trainable lora --max_steps 1 --teacher speaker"

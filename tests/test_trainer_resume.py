@@ -97,6 +97,7 @@ def test_a_run_keeps_its_best_checkpoint_beside_the_newest(tmp_path):
     assert all(torch.equal(best[name], saved[name]) for name in best)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("left", [0, 1])
 def test_the_best_checkpoint_is_found_where_a_run_was_moved_to(tmp_path, left):
     settings = {"save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "load_best_model_at_end": True}
@@ -120,6 +121,7 @@ def test_the_best_checkpoint_is_found_where_a_run_was_moved_to(tmp_path, left):
         fit(tmp_path / "b", 3 + left)
 
 
+@pytest.mark.long
 def test_what_is_best_to_the_last_but_one_stays_with_it(tmp_path):
     """Where the newest is damaged, the run goes on from the one before, and from the best that it knew."""
     settings = {"save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "save_total_limit": 2, "max_steps": 4}
@@ -147,6 +149,7 @@ def test_what_is_best_to_the_last_but_one_stays_with_it(tmp_path):
     assert fault(tmp_path / "checkpoint-4") is None
 
 
+@pytest.mark.long
 def test_an_epochs_evaluation_belongs_to_its_last_step(tmp_path):
     """It is made before that step is saved: who goes on from there has it behind, and what it did to the rates."""
     plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.9}}
@@ -540,6 +543,7 @@ class Endless(torch.utils.data.IterableDataset):
             yield from samples(12)
 
 
+@pytest.mark.long
 def test_a_stream_goes_on_where_it_stopped(tmp_path):
     weights = []
     for _ in range(2):

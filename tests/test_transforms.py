@@ -53,8 +53,14 @@ def loss_of(model, ids, **rows):
     return loss
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode, rows",
+    [
+        pytest.param(mode, rows, marks=[pytest.mark.long] * (mode != "default" and rows != "rows"))
+        for mode in MODES
+        for rows in ROWS
+    ],
+)
 def test_a_naive_model_can_be_transformed_and_has_second_derivatives(mode, rows):
     model = naive_model(**MODES[mode])
     loss, live = loss_of(model, IDS, **ROWS[rows]), dict(model.named_parameters())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_source
+from tiny import later
 
 from tnt_hf import TNTConfig, TNTForCausalLM, modeling_tnt
 from tnt_hf.conversion import convert_checkpoint, verify, verify_command, verify_conversion
@@ -59,7 +60,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", ["modeling_tnt.py", "scan_tnt.py"])
+@pytest.mark.parametrize("name", ["modeling_tnt.py", *later("scan_tnt.py")])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_code_is_found_without_a_manifest(folders, tmp_path, change, name):
     source, _, saved = folders
@@ -72,6 +73,7 @@ def test_changed_code_is_found_without_a_manifest(folders, tmp_path, change, nam
     assert problem.startswith(f"{name}: {said}")
 
 
+@pytest.mark.long
 def test_code_that_auto_map_names_must_be_ours(folders, tmp_path):
     source, _, saved = folders
     broken = Path(shutil.copytree(saved, tmp_path / "broken"))
@@ -91,7 +93,7 @@ def test_a_folder_saved_elsewhere_passes(folders):
     assert not failed(rows) and rows["code"]["status"] == "pass"
 
 
-@pytest.mark.parametrize("size", ["5GB", "20KB"])
+@pytest.mark.parametrize("size", ["5GB", *later("20KB")])
 def test_a_model_saved_into_the_converted_folder_passes(folders, converted, size, monkeypatch):
     def watched(model, wanted):
         move_to(model, wanted)
@@ -150,7 +152,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
         pytest.param(DYNAMIC, 64, {"configuration", "parity"}, marks=pytest.mark.long),
         pytest.param(YARN | {"factor": None}, 64, {"configuration", "parity"}, marks=pytest.mark.long),
         pytest.param(YARN | {"factor": 2.0}, 64, set(), marks=pytest.mark.long),
-        ({"rope_type": "default", "rope_theta": 1e4}, 64, set()),
+        pytest.param({"rope_type": "default", "rope_theta": 1e4}, 64, set(), marks=pytest.mark.long),
     ],
 )
 def test_a_length_that_rope_is_computed_from_is_held_to_the_source(tmp_path, rope, positions, found):
@@ -163,6 +165,7 @@ def test_a_length_that_rope_is_computed_from_is_held_to_the_source(tmp_path, rop
     assert failed(check(source, output, None)) == {"manifest"} | found
 
 
+@pytest.mark.long
 def test_a_source_that_rounding_moves_far_is_measured_and_does_not_fail(tmp_path):
     """Attention that picks single keys makes of bfloat16's rounding another token's value. Nothing is wrong."""
     source = save_source(tmp_path / "source", dtype=torch.bfloat16, initializer_range=0.8)
@@ -172,6 +175,7 @@ def test_a_source_that_rounding_moves_far_is_measured_and_does_not_fail(tmp_path
         assert found[name]["status"] == "measured" and "padding alone moves the source's own" in found[name]["reason"]
 
 
+@pytest.mark.long
 def test_what_rounding_explains_is_four_times_that_of_the_sources_padded_rows(folders, monkeypatch):
     monkeypatch.setattr(verify, "check_padding", lambda *args: (True, {"worst_token": 0.03}))
     measured = check(*folders[:2])["decode"]["measured"]
@@ -184,6 +188,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.long
 def test_steps_are_one_line_on_a_terminal_and_nothing_elsewhere(folders, monkeypatch, capfd):
     verify_conversion(*folders[:2], tokens=16)
     assert capfd.readouterr() == ("", "")
@@ -229,6 +234,7 @@ def test_a_report_that_cannot_be_written_is_shown(folders, capsys):
     assert capsys.readouterr().out.startswith("PASSED: all ")
 
 
+@pytest.mark.long
 def test_a_report_that_cannot_be_written_leaves_the_older_one(tmp_path):
     report = tmp_path / "report.json"
     write_text(report, "older\n")

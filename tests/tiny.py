@@ -1,6 +1,7 @@
 """Tiny TNT models that are hard to please: weights with a standard deviation of 0.1, a window of 4, chunks of 2, 4 and
 8, resets every 16 tokens, so that 40 tokens cross every boundary several times."""
 
+import pytest
 import torch
 
 from tnt_hf import TNTConfig, TNTForCausalLM
@@ -52,6 +53,21 @@ MODES = {
     "persistent tokens": {"num_persistent_tokens": 3},
     "eager": {"attn_implementation": "eager", "num_persistent_tokens": 1},
 }
+# Together they take most paths; where a test of all modes takes long, the others wait for `make test-long`.
+FEW = ("default", "window and full attention", "lmm", "momentum and forgetting", "two reset intervals", "Titans")
+
+
+def later(*cases) -> list:
+    """Cases of a test that wait for `make test-long`, as `pytest.mark.parametrize` takes them."""
+    return [pytest.param(case, marks=pytest.mark.long) for case in cases]
+
+
+def at_once(cases: dict, first) -> list:
+    """All cases by their names, of which those in `first` do not wait."""
+    return [pytest.param(x, id=name, marks=[pytest.mark.long] * (name not in first)) for name, x in cases.items()]
+
+
+few_modes = pytest.mark.parametrize("changes", at_once(MODES, FEW))
 
 
 def tiny_config(**changes) -> TNTConfig:

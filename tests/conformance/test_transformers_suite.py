@@ -216,6 +216,10 @@ class TNTModelTest(
         self.config_tester.run_common_tests()
 
     @pytest.mark.long
+    def test_bc_torch_dtype(self):
+        super().test_bc_torch_dtype()
+
+    @pytest.mark.long
     def test_training_overfit(self):
         super().test_training_overfit()
 
