@@ -16,9 +16,9 @@ from tnt_hf.settings import dump_yaml
 
 PASSED_ON = ("license", "license_name", "license_link", "language")
 REMOTE_CODE = """\
-`trust_remote_code=True` runs the `*_tnt.py` files of this folder, which are all the code the model needs. Before you
-do that with somebody else's copy, read them or pin a `revision`. With `tnt-hf` installed, `import tnt_hf` makes the
-argument unnecessary."""
+`trust_remote_code=True` runs the `*_tnt.py` files of this folder, which are all the code the model needs beside
+Transformers 5.23 or newer. Before you do that with somebody else's copy, read them or pin a `revision`. With `tnt-hf`
+installed, `import tnt_hf` makes the argument unnecessary."""
 CITATION = """\
 ```bibtex
 @article{tnt2025,

@@ -1,8 +1,11 @@
 """TNTConfig: what it resolves, what survives a round trip, and everything it refuses by name and value."""
 
+import importlib.metadata
+import importlib.util
 import math
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +14,19 @@ from tiny import MODES, TINY, tiny_config
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tnt_hf import TNTConfig, TNTForCausalLM, flops_per_token, memory_state_bytes
+from tnt_hf import TNTConfig, TNTForCausalLM, configuration_tnt, flops_per_token, memory_state_bytes
 from tnt_hf.branch_tnt import lr_factors
 from tnt_hf.costs_tnt import key_value_bytes, memory_state_shapes
+
+
+@pytest.mark.parametrize("found", ["4.57.1", "5.22.0"])
+def test_an_older_transformers_is_named_before_what_it_lacks(monkeypatch, found):
+    """Whoever loads a model from the Hub may have any; this file is the first that is run for them."""
+    spec = importlib.util.spec_from_file_location("loaded_from_the_hub", configuration_tnt.__file__)
+    (floor,) = re.findall(r'"transformers(>=[\d.]+),', (Path(__file__).parents[1] / "pyproject.toml").read_text())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    with pytest.raises(ImportError, match=rf"transformers{floor} is required .* found transformers=={found}"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_a_list_stays_its_owners():

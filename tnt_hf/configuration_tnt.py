@@ -10,6 +10,11 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
+from transformers.utils.versions import require_version
+
+
+require_version("transformers>=5.23")  # first: who loads a model from the Hub may have one without what follows
+
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers.activations import ACT2FN
@@ -230,9 +235,8 @@ class TNTConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """Overrides are applied before construction, so that they are resolved and validated with the rest."""
         if kwargs.get("return_unused_kwargs") and kwargs.get("variant", "mag") not in CHOICES["variant"]:
-            files = kwargs.pop("variant")  # the library's option of that name, which its Auto classes pass on
-            config, unused = cls.from_dict(config_dict, **kwargs)
-            return config, unused | {"variant": files}
+            config, unused = cls.from_dict(config_dict, **{n: x for n, x in kwargs.items() if n != "variant"})
+            return config, unused | {"variant": kwargs["variant"]}  # the library's option, which Auto classes pass on
         given = {name: kwargs.pop(name) for name in kwargs.keys() & cls.__dataclass_fields__.keys() - {"dtype"}}
         count = lambda sizes: len(sizes) if isinstance(sizes, (list, tuple)) else int(sizes is not None)  # noqa: E731
         if any(count(given[n]) != count(config_dict.get(n)) for n in given.keys() & MEMORIES):
@@ -247,9 +251,8 @@ class TNTConfig(PreTrainedConfig):
 
     def _check_values(self):
         """Every field on its own, before anything is derived from it."""
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                self._fail(name, f"must be one of {', '.join(map(repr, choices))}")
+        if wrong := [name for name, choices in CHOICES.items() if getattr(self, name) not in choices]:
+            self._fail(wrong[0], f"must be one of {', '.join(map(repr, CHOICES[wrong[0]]))}")
         if missing := [name for name, values in NOT_AVAILABLE.items() if getattr(self, name) in values]:
             self._fail(missing[0], "is not available yet")
         if self.hidden_act not in ACT2FN:
@@ -277,16 +280,13 @@ class TNTConfig(PreTrainedConfig):
             self._fail("layer_types", f"must have num_hidden_layers={count} entries, has {len(types)}")
         if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
             self._fail("layer_types", f"{unknown[0]!r} is not one of {', '.join(map(repr, LAYER_TYPES))}")
-        hybrid = [i for i, kind in enumerate(types) if kind.startswith("hybrid")]
-        if self.memory_layers is None and 0 < len(hybrid) < count:
+        if self.memory_layers is None and 0 < len(hybrid := [i for i, x in enumerate(types) if "hybrid" in x]) < count:
             self.memory_layers = hybrid
         with_memory, self.layer_types = set(self.memory_layer_indices), []
         for i, kind in enumerate(types):
-            sliding = kind in ("sliding_attention", "hybrid_sliding")
-            if self.variant == "lmm" and i in with_memory:
-                sliding = True  # no keys to keep, only the count of positions: see TNTDecoderLayer
-                self.sliding_window = 1 if self.sliding_window is None else self.sliding_window
-            self.layer_types.append(LAYER_TYPES[(i in with_memory) * 2 + (not sliding)])
+            lmm = self.variant == "lmm" and i in with_memory  # keeps no keys, only their count: see TNTDecoderLayer
+            self.sliding_window = 1 if lmm and self.sliding_window is None else self.sliding_window
+            self.layer_types.append(LAYER_TYPES[(i in with_memory) * 2 + (not lmm and "sliding" not in kind)])
 
     def validate_architecture(self):
         """Checks combinations of fields; also run on saving and by `@strict`, whose errors are not `ValueError`."""
