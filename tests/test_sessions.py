@@ -9,11 +9,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_cache import filled, go_on, modes
+from test_memory import everything, make_inputs, run
 from tiny import left_padded, tiny_config, tiny_model, tokens
 
 from tnt_hf import TNTCache
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.cache_tnt import FINGERPRINT
+from tnt_hf.memory_tnt import MemoryState, memory_chunkwise
 
 
 @modes
@@ -230,3 +232,13 @@ def test_a_cache_goes_on_after_its_model_was_cast(length):
     found = go_on(model.to(torch.bfloat16), cache, rest)
     assert found.dtype == torch.bfloat16
     assert (found - expected).norm() < 0.1 * expected.norm()  # 8 bits, rounded a dozen times
+
+
+def test_the_state_of_one_memory_is_stored_as_tensors_are(tmp_path):
+    """`torch.load` opens it as it stands, without being told to run what a file says."""
+    tensors, weights, options = make_inputs(T=6, momentum=True)
+    state = run(memory_chunkwise, tensors, weights, options, chunk_size=4, query_projection="shard")[1]
+    torch.save(state, tmp_path / "state.pt")
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert type(found) is MemoryState and all(map(torch.equal, everything(found), everything(state)))
+    assert torch.equal(found.time, state.time)

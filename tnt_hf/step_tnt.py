@@ -32,7 +32,8 @@ from .network_tnt import (
 
 @dataclass
 class MemoryState:
-    """What one memory knows after its last token. Size does not depend on the number of tokens seen.
+    """What one memory knows after its last token. Size does not depend on the number of tokens seen. `torch.save` and
+    `torch.load` keep it.
 
     Tensors are float32, or float64 for float64 inputs; K is the width of the feature map's keys.
 
@@ -59,6 +60,9 @@ class MemoryState:
         S = self.momentum and [s.detach() for s in self.momentum]
         M = self.projection if self.projection is None else self.projection.detach()
         return MemoryState(weights, start, S, M, self.time)
+
+
+torch.serialization.add_safe_globals([MemoryState])  # tensors alone: `torch.load` reads it back as it does those
 
 
 def token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k, v, lr, momentum, decay, present):
