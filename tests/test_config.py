@@ -156,6 +156,7 @@ INVALID = [
         {"memory_expansion": 0},
         {"memory_grad_bound": 0.0},
         {"memory_grad_bound": math.inf},
+        *[{name: 1e-39} for name in ("memory_grad_bound", "memory_max_lr", "rms_norm_eps")],  # no float32
     ],
     *[{"attention_dropout": 1.5}, {"attention_dropout": -0.1}, {"attention_dropout": math.nan}],
     *[{"num_persistent_tokens": -1}, {"memory_conv_kernel": -1}, {"hidden_act": "sillu"}],
@@ -228,7 +229,8 @@ def test_invalid_values_name_the_field_and_the_value(changes):
         for name in ("rope_theta", "factor", "attention_factor", "partial_rotary_factor")
         for value in (0, -5.0, "1e4", True, math.inf, 10**30)
     ]
-    + [("rope_theta", None), ("partial_rotary_factor", None), ("full_attention", {"rope_theta": 1e4})],
+    + [("rope_theta", None), ("partial_rotary_factor", None), ("full_attention", {"rope_theta": 1e4})]
+    + [("partial_rotary_factor", x) for x in (1.1, 2)],
 )
 def test_numbers_of_rope_are_checked_before_it_is_computed(name, value):
     with pytest.raises(ValueError, match=re.escape(f"TNTConfig.rope_parameters.{name}={value!r}: must be one ")):

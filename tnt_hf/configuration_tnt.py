@@ -27,7 +27,7 @@ CHOICES = {"variant": ("mag", "mal", "lmm", "mac"), "global_read": ("chunk_start
     "memory_gate": ("add", "product", "published", "mix"), "memory_lr_scaling": ("capped", "none", "train_chunk"),
     "memory_implementation": ("auto", "chunk", "naive", "native", "triton"), "memory_activation": ("silu", "gelu"),
     "memory_projections": ("own", "shared"), "memory_decay_target": ("init", "zero"),
-    "memory_rule": ("gradient", "omega", "muon")}  # fmt: skip
+    "memory_rule": ("gradient", "omega", "muon"), "hidden_act": tuple(ACT2FN)}  # fmt: skip
 NOT_AVAILABLE = {"variant": ("mac",), "memory_rule": ("omega", "muon"), "omega_window": range(2, 1 << 63),
                  "memory_feature_map": ("polynomial",)}  # so far: a choice that cannot be honoured raises  # fmt: skip
 AT_LEAST_1 = ("vocab_size", "intermediate_size", "num_hidden_layers", "sliding_window", "omega_window", "head_dim",
@@ -38,6 +38,7 @@ AT_LEAST_0, MEMORIES = ("num_persistent_tokens", "memory_conv_kernel"), {"global
 DERIVED = {"memory_conv_kernel": ("memory_projections", {"own": 4, "shared": 0}.get),  # from which field, and how
            "memory_gate_init": ("memory_gate", {"add": 1.0, "mix": 0.5}.get),
            "memory_max_lr": ("memory_depth", lambda depth: 0.5 if depth == 1 else 0.1)}  # fmt: skip
+FLOAT = torch.finfo(torch.float32)  # what these are read as, most of them
 POSITIVE = ("rms_norm_eps", "initializer_range", "memory_expansion", "memory_max_lr", "memory_grad_bound")
 LAYER_TYPES = ("sliding_attention", "full_attention", "hybrid_sliding", "hybrid")
 ONE_ROPE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", *LAYER_TYPES,
@@ -255,8 +256,6 @@ class TNTConfig(PreTrainedConfig):
             self._fail(wrong[0], f"must be one of {', '.join(map(repr, CHOICES[wrong[0]]))}")
         if missing := [name for name, values in NOT_AVAILABLE.items() if getattr(self, name) in values]:
             self._fail(missing[0], "is not available yet")
-        if self.hidden_act not in ACT2FN:
-            self._fail("hidden_act", "is not an activation of transformers")
         for name in AT_LEAST_1 + AT_LEAST_0:
             values, least = getattr(self, name), int(name in AT_LEAST_1)
             for value in values if isinstance(values, (list, tuple)) else [values]:
@@ -264,9 +263,10 @@ class TNTConfig(PreTrainedConfig):
                     self._fail(name, f"must be an integer of at least {least} and below 2^63")
         rope = {f"rope_parameters.{n}": x for n, x in (self.rope_parameters or {}).items() if n in ONE_ROPE}
         for name, x in ({name: getattr(self, name) for name in POSITIVE} | rope).items():
-            wrong = x is True or not isinstance(x, int | float) or not 0 < x < (2**63 if type(x) is int else math.inf)
+            most = 1 if "partial" in name else 2**63 - 1 if type(x) is int else FLOAT.max
+            wrong = x is True or not isinstance(x, int | float) or not FLOAT.tiny <= x <= most
             if wrong and (x is not None or "theta" in name or "partial" in name):  # other None the library can find
-                self._fail(name, "must be one positive and finite number, integers below 2^63", x)
+                self._fail(name, f"must be one number from {FLOAT.tiny:.3g} to {most:.3g}", x)
         if not 0 <= self.attention_dropout < 1:
             self._fail("attention_dropout", "must be in [0, 1)")
         if len(set(at := self.memory_layers or [])) < len(at) or any(not 0 <= i < self.num_hidden_layers for i in at):
