@@ -4,12 +4,14 @@ Tokens are those of the tokenizer's chat template over the whole conversation. W
 template's `{% generation %}` blocks where it has them, and otherwise found from prefixes: the assistant's message
 number i is what lies between the conversation before it, rendered with the prompt to answer, and the conversation up
 to it; a template for which these are not prefixes of the whole is refused. Its tokens are then those between
-the tokens of the text before it and of the text up to its end; a conversation with a token across such a border is
-dropped.
+the tokens of the text before it and of the text up to its end; a conversation with a token across such a border, of
+what is kept of it, is dropped.
 """
 
 import re
+from collections.abc import Iterator
 from datetime import datetime
+from itertools import chain
 
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -73,6 +75,7 @@ class ChatEncoder:
             "date": DATE.date().isoformat(),
             "assistant_only_loss": self.assistant_only,
             "truncated_to": self.row_length,
+            "borders": "of what is not cut away",
         }
 
     def encode(self, conversations: list[list[dict]]) -> list[Encoded | str]:
@@ -85,12 +88,17 @@ class ChatEncoder:
         whole = self._render(messages)
         ids, scored = self._tokens(whole), None
         if self.assistant_only:
-            scored = np.zeros(len(ids), dtype=bool)
-            for span in self._marked(messages) if self.marked else self._between_prefixes(messages, whole):
-                prefixes = [self._tokens(whole[:edge]) for edge in span]
-                if any(ids[: len(prefix)] != prefix for prefix in prefixes):
+            scored, borders = np.zeros(len(ids), dtype=bool), []
+            spans = self._marked(messages) if self.marked else self._between_prefixes(messages, whole)
+            for edge in chain.from_iterable(spans):
+                prefix = self._tokens(whole[:edge])
+                if ids[: self.row_length][: len(prefix)] != prefix[: self.row_length]:
                     return "a token across the border of an assistant message"
-                scored[slice(*map(len, prefixes))] = True
+                borders.append(len(prefix))
+                if len(prefix) >= self.row_length:
+                    break  # what follows is cut away, and reading it for every message takes long
+            for begin, end in zip(borders[::2], borders[1::2]):
+                scored[begin:end] = True
         cut = len(ids) > self.row_length
         ids, scored = ids[: self.row_length], None if scored is None else scored[: self.row_length]
         if len(ids) < 2 or (scored is not None and not scored[1:].any()):
@@ -106,9 +114,8 @@ class ChatEncoder:
         )
         return spans
 
-    def _between_prefixes(self, messages: list[dict], whole: str) -> list[tuple[int, int]]:
+    def _between_prefixes(self, messages: list[dict], whole: str) -> Iterator[tuple[int, int]]:
         """The characters `(begin, end)` that every message of the assistant adds to the conversation before it."""
-        spans = []
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
                 texts = self._render(messages[:place], prompt=True), self._render(messages[: place + 1])
@@ -119,8 +126,7 @@ class ChatEncoder:
                         f" (message {place}); mark them with {{% generation %}} in the template, or set"
                         " assistant_only_loss: false"
                     )
-                spans.append(tuple(map(len, texts)))
-        return spans
+                yield len(texts[0]), len(texts[1])
 
     def _render(self, messages: list[dict], prompt: bool = False) -> str:
         return self.tokenizer.apply_chat_template(

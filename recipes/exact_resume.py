@@ -195,7 +195,7 @@ class ResumableTrainer(Trainer):
         if not self.state.best_global_step or (not self.args.load_best_model_at_end and not best.is_dir()):
             return
         try:
-            check_checkpoint(best)
+            check_checkpoint(best, intact=best != self._resumed)  # which has just been read
         except ValueError as error:
             raise ValueError(f"load_best_model_at_end: {error}") from error
         self.state.best_model_checkpoint = str(best)

@@ -149,6 +149,8 @@ def read_recipe(arguments: list[str]) -> Recipe:
 
     training = TRAINER_DEFAULTS | {"report_to": "tensorboard" if find_spec("tensorboard") else "none"}
     training["output_dir"] = os.path.join("runs", *(("train",) if path is None else (path.parent.name, path.stem)))
+    if "per_device_train_batch_size" in given:  # as many rows as fit into memory; their number changes no evaluation
+        training["per_device_eval_batch_size"] = given["per_device_train_batch_size"]
     parser = HfArgumentParser((ModelArguments, DataArguments, RunArguments, TrainingArguments))
     try:
         return Recipe(*parser.parse_dict(training | _widened(given, hints)), given=given, name=name)

@@ -14,12 +14,14 @@ RESOLVED = "recipe.yaml"  # the settings of a run, in its output_dir
 LOCK = ".tnt-train.lock"
 # What may differ between a run and its continuation.
 FREE = (
-    "disable_tqdm", "enable_jit_checkpoint", "eval_on_start", "eval_steps", "eval_strategy", "log_level",
-    "logging_first_step", "logging_steps", "memory_logging_steps", "output_dir", "plots", "report_to",
-    "resume_from_checkpoint", "run_name", "save_steps", "save_strategy", "save_total_limit",
+    "dataloader_prefetch_factor", "ddp_timeout", "disable_tqdm", "enable_jit_checkpoint", "eval_accumulation_steps",
+    "eval_on_start", "eval_steps", "eval_strategy", "log_level", "logging_first_step", "logging_steps",
+    "memory_logging_steps", "output_dir", "per_device_eval_batch_size", "plots", "report_to", "resume_from_checkpoint",
+    "run_name", "save_steps", "save_strategy", "save_total_limit", "torch_empty_cache_steps",
 )  # fmt: skip
 # Not where the evaluations decide over the learning rate, or over the weights that are kept.
 DECIDING = {"eval_on_start", "eval_steps", "eval_strategy", "save_steps", "save_strategy"}
+DECIDING |= {"per_device_eval_batch_size"}  # over the last bit of a loss
 # What a run leaves that ended before it saved anything to go on from: the folder is still free for another one.
 UNFINISHED = (RESOLVED, "converted", "gates.png", "loss.png", "runs", "training_log.jsonl")
 
@@ -125,6 +127,10 @@ def sole_run(output: Path) -> Iterator[None]:
         except (BlockingIOError, PermissionError) as error:
             file.close()
             raise ValueError(f"output_dir={str(output)!r}: another run is writing to it; wait, or end it") from error
+        except OSError as error:
+            file.close()
+            reason = f"its file system locks no files ({error.strerror})"
+            raise OSError(error.errno, f"output_dir={str(output)!r}: {reason}; choose another") from error
         file.close()
     try:
         yield

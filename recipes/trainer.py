@@ -285,7 +285,7 @@ class RecipeTrainer(ResumableTrainer):
             last = self.state.log_history[-3:]
             control.should_evaluate = not any("eval_loss" in entry and entry["step"] == step for entry in last)
         due = self.memory_logging_steps > 0 and step % self.memory_logging_steps == 0 and step > self._probed
-        if due or control.should_log or control.should_save:
+        if due or control.should_log or control.should_save or control.should_evaluate:  # whose best may be saved
             self._count_tokens()
         if due:
             self._probe()

@@ -178,6 +178,37 @@ def test_a_token_across_the_end_of_a_message_is_one_across_its_border():
     assert shared == "a token across the border of an assistant message" and clear.scored.sum() == 1
 
 
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, UNMARKED])
+def test_what_is_cut_away_is_not_read_message_by_message(template, monkeypatch):
+    """Wherever a row ends, it is the beginning of the whole conversation; that takes as long as what is kept of it."""
+    tokenizer = bytes_tokenizer(template)
+    talk = [x for n in range(50) for x in (says("user", f"{n}"), says("assistant", f"{n}" * 6))]
+    (whole,) = ChatEncoder(tokenizer, True, 10_000).encode([talk])
+    for length in range(30, 80):
+        encoder, seen = ChatEncoder(tokenizer, True, length), []
+        tokens = encoder._tokens
+        monkeypatch.setattr(
+            encoder, "_tokens", lambda text, seen=seen, tokens=tokens: seen.append(text) or tokens(text)
+        )
+        (found,) = encoder.encode([talk])
+        assert found.cut and found.ids.tolist() == whole.ids[:length].tolist()
+        assert found.scored.tolist() == whole.scored[:length].tolist()
+        assert len(seen) <= 8 and sum(map(len, seen[1:])) < 8 * 100
+
+
+def test_a_token_across_a_border_that_is_cut_away_is_no_reason():
+    tokenizer = train_tokenizer(["bot: yes yes yes yes"] * 9, 300)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    talk = [says("user", "?"), says("assistant", "\nno"), says("user", "?"), says("assistant", "yes")]
+    (first,) = ChatEncoder(tokenizer, True, 500).encode([talk[:2]])
+    kept, dropped = (ChatEncoder(tokenizer, True, n).encode([talk])[0] for n in (len(first.ids), 500))
+    assert kept.ids.tolist() == first.ids.tolist() and kept.scored.tolist() == first.scored.tolist()
+    assert dropped == "a token across the border of an assistant message"
+
+
 def test_marks_that_strip_white_space_are_marks():
     """With marks, a template may rewrite the past."""
     before, after = "{%- generation -%}", "{%- endgeneration -%}"

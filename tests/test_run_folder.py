@@ -1,5 +1,7 @@
 """Whose folder `output_dir` is: what a run may take, what it never touches, and that one at a time writes there."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -91,6 +93,29 @@ def test_how_often_is_evaluated_may_change_where_it_decides_nothing(output, deci
     claim_output(output, follows)
     with pytest.raises(ValueError, match="belongs to another run, logging_steps is 5 and was 2"):
         check_output(output, follows | {"logging_steps": 5})
+
+
+@pytest.mark.parametrize("decides", [{}, {"load_best_model_at_end": True}], ids=str)
+def test_a_run_that_had_no_room_or_no_time_goes_on_with_more(output, decides):
+    write(output / "model.safetensors")
+    claim_output(output, decides)
+    more = {"ddp_timeout": 9999, "dataloader_prefetch_factor": 4, "eval_accumulation_steps": 1}
+    check_output(output, decides | more | {"torch_empty_cache_steps": 1})
+    if decides:
+        with pytest.raises(ValueError, match="per_device_eval_batch_size is 1 and was the default"):
+            check_output(output, decides | {"per_device_eval_batch_size": 1})
+    else:
+        check_output(output, {"per_device_eval_batch_size": 1})
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def lockf(*_):
+        raise OSError(errno.ENOLCK, "No locks")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with pytest.raises(OSError, match="output_dir='.*run'.* locks no files .No locks.; choose another"):
+        with sole_run(tmp_path / "run"):
+            raise AssertionError("it has the folder")
 
 
 def test_without_settings_it_is_somebody_elses(output):

@@ -73,6 +73,12 @@ def test_defaults_are_those_of_a_recipe(tmp_path, monkeypatch):
     assert read("--report_to", "none", "--logging_steps", "3").training.logging_steps == 3
 
 
+def test_what_is_evaluated_at_once_fits_where_training_does():
+    rows = ("--per_device_train_batch_size", "1")
+    assert read(*rows).training.per_device_eval_batch_size == 1
+    assert read(*rows, "--per_device_eval_batch_size", "3").training.per_device_eval_batch_size == 3
+
+
 def test_the_help_tells_the_defaults():
     args = read().training
     for name, (default, text) in TRAINER_HELP.items():

@@ -121,7 +121,6 @@ def test_the_best_checkpoint_is_found_where_a_run_was_moved_to(tmp_path, left):
         fit(tmp_path / "b", 3 + left)
 
 
-@pytest.mark.long
 def test_what_is_best_to_the_last_but_one_stays_with_it(tmp_path):
     """Where the newest is damaged, the run goes on from the one before, and from the best that it knew."""
     settings = {"save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "save_total_limit": 2, "max_steps": 4}
@@ -149,7 +148,6 @@ def test_what_is_best_to_the_last_but_one_stays_with_it(tmp_path):
     assert fault(tmp_path / "checkpoint-4") is None
 
 
-@pytest.mark.long
 def test_an_epochs_evaluation_belongs_to_its_last_step(tmp_path):
     """It is made before that step is saved: who goes on from there has it behind, and what it did to the rates."""
     plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.9}}
@@ -185,6 +183,8 @@ def test_sigterm_saves_at_the_end_of_its_step_whatever_else_is_saved(tmp_path):
     with pytest.raises(Terminated):
         run.fit()
     assert run.state.global_step == 3 and latest_complete_checkpoint(tmp_path).name == "checkpoint-3"
+    saved = [json.loads((x / "trainer_state.json").read_text()) for x in checkpoints(tmp_path)]
+    assert [x["num_input_tokens_seen"] for x in saved] == [128, 3 * 128]  # the best one's, too
 
 
 @pytest.mark.parametrize("size", [10, 3 * PIECES * PIECE])
