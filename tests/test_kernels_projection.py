@@ -9,7 +9,6 @@ from interpreter import assert_close, in_precision, randoms, run_cases
 from tnt_hf.projection_tnt import project_queries
 
 
-@pytest.mark.long  # by default those of whole models run these kernels
 def test_in_the_interpreter():
     run_cases(__file__, "not slow")
 

@@ -48,7 +48,6 @@ def results(op, tensors, weights, gates, **options) -> list[torch.Tensor]:
     return [*outputs, *torch.autograd.grad(loss, inputs)]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "mode",
     ["default", *later("quadratic keys", "momentum and forgetting")],

@@ -108,9 +108,12 @@ def test_make_targets_exist_and_ci_runs_the_test_command():
 
 def test_every_reference_exists():
     for file, name in re.findall(r"`([\w/.-]+\.py)::(\w+)`", TEXT):
-        nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-        assert name in {getattr(node, "name", None) for node in nodes}, f"{file}::{name}"
-        assert name.startswith("test_") or not file.startswith("tests/"), f"{file}::{name} is not collected"
+        nodes = {getattr(x, "name", None): x for x in ast.walk(ast.parse((ROOT / file).read_text()))}
+        assert name in nodes, f"{file}::{name}"
+        if file.startswith("tests/"):
+            marks = {ast.unparse(x) for x in nodes[name].decorator_list}
+            assert name.startswith("test_"), f"{file}::{name} is not collected"
+            assert not marks & {"pytest.mark.long", "pytest.mark.slow"}, f"{file}::{name} is deselected"
 
 
 @pytest.mark.parametrize("file", ALL, ids=lambda path: str(path.relative_to(ROOT)))
