@@ -176,6 +176,11 @@ def test_a_token_across_the_end_of_a_message_is_one_across_its_border():
     turns = [says("user", "?"), says("assistant", "a")]
     shared, clear = ChatEncoder(tokenizer, True, 500).encode([[*turns, says("user", x)] for x in "b?"])
     assert shared == "a token across the border of an assistant message" and clear.scored.sum() == 1
+    cut, whole = (
+        ChatEncoder(tokenizer, True, n).encode([[turns[0], says("assistant", "zzza"), says("user", "b")]])[0]
+        for n in (3, 500)
+    )
+    assert whole == shared and cut.scored.tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, UNMARKED])
