@@ -5,6 +5,7 @@ In such a file the functions called `case_...` are the tests of that process."""
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,29 @@ def assert_close(got, want, what: str = "") -> None:
         assert x.shape == y.shape and x.dtype == torch.float32 and y.dtype == torch.float64, (what, i, x.shape)
         error = (x - y).norm().item()
         assert error <= TOLERANCE * y.norm().item(), f"{what} tensor {i}: {error:.1e} of {y.norm().item():.1e}"
+
+
+def watch_launches(monkeypatch) -> list[bool]:
+    """Filled with, for every launch, whether its tensors' GPU was made the current one, the one that Triton takes."""
+    from triton.runtime.jit import KernelInterface
+
+    inside, launches, launch = [], [], KernelInterface.__getitem__
+
+    @contextmanager
+    def device_of(x):
+        inside.append(x)
+        try:
+            yield
+        finally:
+            inside.pop()
+
+    def watched(kernel, grid):
+        launches.append(bool(inside))
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(KernelInterface, "__getitem__", watched)
+    return launches
 
 
 def randoms(like, seed: int = 7) -> list[Tensor]:

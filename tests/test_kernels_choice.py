@@ -177,6 +177,17 @@ def test_auto_on_the_cpu_is_torch_without_a_word(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("width, found", [(64, "triton"), (32, "chunk"), (96, "chunk")])
+def test_a_compiled_step_chooses_without_breaking_its_graph(width, found):
+    """A message would break it, and what the library compiles for a static cache is one graph."""
+
+    def step(x):
+        how = choose("implementation", "auto", CUDA, unsupported_step, torch.float32, weights_of(width, width))
+        return x + (how == "triton")
+
+    assert torch.compile(step, fullgraph=True, backend="eager")(torch.zeros(())) == (found == "triton")
+
+
 def test_the_op_refuses_on_the_cpu():
     tensors, weights, options = make_inputs(K=16, V=16, hidden=16, dtype=torch.float32)
     with pytest.raises(ValueError, match="implementation='triton' cannot run here: there is no Triton on 'cpu'"):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreter import assert_close, in_precision, randoms, run_cases
+from interpreter import assert_close, in_precision, randoms, run_cases, watch_launches
 from test_memory import everything, leaves, make_inputs, run
 
 import tnt_hf.kernels_global_tnt as kernels
@@ -93,8 +93,11 @@ def case_one_layer_and_query_groups(monkeypatch):
     compare(monkeypatch, depth=1, G=2, momentum=True, decay=True, options={"residual": True, "decay_target": "zero"})
 
 
-def case_gelu_and_residual(monkeypatch):
+def case_gelu_and_residual_backward_on_the_gpu_of_their_tensors(monkeypatch):
+    launches = watch_launches(monkeypatch)
     compare(monkeypatch, H=1, hidden=16, options={"residual": True, "activation": "gelu"})
+    forward = launches.count(False)  # `triton_scan` sees to those, and is not what calls the kernels here
+    assert 0 < forward < len(launches) and all(launches[forward:])
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -4,7 +4,7 @@ i <= t of t's own document and shard."""
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreter import assert_close, in_precision, randoms, run_cases
+from interpreter import assert_close, in_precision, randoms, run_cases, watch_launches
 
 from tnt_hf.projection_tnt import project_queries
 
@@ -105,6 +105,12 @@ def case_padding_and_packed_documents():
 def case_pieces_carry_the_state_and_its_gradient(interval):
     mask = torch.rand(2, 45) > 0.3
     compare(2, 45, 1, 1, 16, [17, 1, 27], mask=mask, reset_interval=interval, normalize=False)
+
+
+def case_every_launch_is_on_the_gpu_of_its_tensors(monkeypatch):
+    launches = watch_launches(monkeypatch)
+    compare(1, 8, 1, 1, 16, reset_interval=None, normalize=True)
+    assert len(launches) == 6 and all(launches)  # two forward, and again sums, both ways, two gradients
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Programs of `torch.export` compute what the model does, for batches, lengths and padding unlike their sample's."""
 
 import copy
+import json
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from tiny import MODES, tiny_model, tokens
 from tiny_hosts import tiny_host
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from transformers.exporters.configs import DynamoConfig
 from transformers.exporters.exporter_dynamo import DynamoExporter
@@ -16,6 +18,7 @@ from transformers.exporters.utils import decompose_for_generation, get_leaf_tens
 from tnt_hf import TNTCache, TNTForSequenceClassification
 from tnt_hf.cache_name_tnt import CACHE_NAME
 from tnt_hf.conversion import TNTInjectionConfig, inject
+from tnt_hf.operators_tnt import _pack
 
 
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64: a program adds up in another order where it masks a window
@@ -206,3 +209,24 @@ def test_what_a_program_cannot_do_is_refused():
     logits = program(model, dict(SAMPLE))(**SAMPLE).logits
     with pytest.raises(RuntimeError, match="tnt_hf"):
         logits.sum().backward()
+
+
+@pytest.mark.parametrize("T", [8, 40])  # a chunk that is not full, and several
+@pytest.mark.parametrize("form", ["chunk", "auto"])
+def test_an_operators_results_lie_in_memory_as_a_program_was_told(T, form):
+    """What compiles a program plans with the strides of tensors that hold nothing."""
+    q, k, v = torch.randn(3, 2, T, 2, 16).softmax(-1)
+    weights, lr = [torch.randn(2, 16, 16)], torch.rand(2, T, 2)
+    calls = {
+        "memory": ((q, k, v, lr, weights), {"chunk_size": 16, "output_surprise": True, "output_final_state": True}),
+        "project_queries": ((q, k), {"reset_interval": 32, "output_final_state": True}),
+    }
+    for name, (args, options) in calls.items():
+        tensors = []
+        call = json.dumps(_pack((args, options | {"implementation": form}), tensors))
+        operator = getattr(torch.ops.tnt_hf, name).default
+        with FakeTensorMode() as mode:
+            planned = operator([mode.from_tensor(x) for x in tensors], call)
+        found = operator(tensors, call)
+        assert len(found) > 1
+        assert [(x.shape, x.stride()) for x in found] == [(x.shape, x.stride()) for x in planned], name

@@ -49,7 +49,8 @@ def choose(field: str, value: str, device: torch.device, unsupported: Callable[.
         return "triton"
     if value == "triton":
         raise ValueError(f"{field}='triton' cannot run here: {reason}; use 'auto' or 'chunk'")
-    _report(field, reason)
+    if not torch.compiler.is_compiling():  # a message would break the graph; the call that was not compiled had it
+        _report(field, reason)
     return "chunk"
 
 

@@ -94,28 +94,29 @@ class TritonGlobal(torch.autograd.Function):
     def backward(ctx, d_o, _, d_W_end, d_xi_end, d_S_end):
         plan, (q, k, v, *rest) = ctx.plan, saved(ctx)
         *coef, gain, bias, W0, xi, S0, target, starts, momenta = rest
-        ends = _Ends.of(*coef)
-        chunks = _Chunks(plan, *ctx.net, q, k, v, ends, W0, target, gain, bias)
-        d_q, reads, norm_reads = chunks.read_reverse(starts, d_o.to(q.dtype).contiguous())
-        # W and S: of all programs' states behind the chunk that comes next; at first, of the final ones
-        zeros = torch.zeros_like(W0, memory_format=torch.contiguous_format)
-        d_W, d_S, d_end = zeros, None if momenta is None else torch.zeros_like(zeros), None
-        if plan.keep_state:
-            d_W = _own(d_W_end).add_(_full(plan, d_xi_end, zeros))
-            d_end = None if plan.full is True else _full(plan, zeros, d_xi_end)
-            d_S = None if momenta is None else _own(d_S_end)
-        d = chunks.gradients(d_W, d_S, xi, target)
-        d_norm = None if gain is None else [torch.zeros_like(gain), torch.zeros_like(bias)]
-        for j, n, first in reversed(list(zip(range(len(plan.counts)), plan.counts, plan.starts))):
-            rest, carried = _after(plan, j), plan.carried and j == 0
-            written = n if plan.keep_state else rest
-            before, d_start = (W0, d.xi) if carried else (starts[first:], d.W)
-            norm_writes = chunks.retreat(first, n, written, starts, before, momenta, reads, d, d_start)
-            if d_end is not None and rest < n:
-                d_start[rest:n] += d_end[rest:n]
-            for x, y, z in zip(d_norm or (), norm_reads, norm_writes):
-                x[:n] += y[first : first + n].sum(1)
-                x[:written] += z.sum(1)
+        with torch.cuda.device_of(q):  # autograd's own threads have it, compiled autograd has not
+            ends = _Ends.of(*coef)
+            chunks = _Chunks(plan, *ctx.net, q, k, v, ends, W0, target, gain, bias)
+            d_q, reads, norm_reads = chunks.read_reverse(starts, d_o.to(q.dtype).contiguous())
+            # W and S: of all programs' states behind the chunk that comes next; at first, of the final ones
+            zeros = torch.zeros_like(W0, memory_format=torch.contiguous_format)
+            d_W, d_S, d_end = zeros, None if momenta is None else torch.zeros_like(zeros), None
+            if plan.keep_state:
+                d_W = _own(d_W_end).add_(_full(plan, d_xi_end, zeros))
+                d_end = None if plan.full is True else _full(plan, zeros, d_xi_end)
+                d_S = None if momenta is None else _own(d_S_end)
+            d = chunks.gradients(d_W, d_S, xi, target)
+            d_norm = None if gain is None else [torch.zeros_like(gain), torch.zeros_like(bias)]
+            for j, n, first in reversed(list(zip(range(len(plan.counts)), plan.counts, plan.starts))):
+                rest, carried = _after(plan, j), plan.carried and j == 0
+                written = n if plan.keep_state else rest
+                before, d_start = (W0, d.xi) if carried else (starts[first:], d.W)
+                norm_writes = chunks.retreat(first, n, written, starts, before, momenta, reads, d, d_start)
+                if d_end is not None and rest < n:
+                    d_start[rest:n] += d_end[rest:n]
+                for x, y, z in zip(d_norm or (), norm_reads, norm_writes):
+                    x[:n] += y[first : first + n].sum(1)
+                    x[:written] += z.sum(1)
         theta, c, *_ = coef
         d_theta, d_c = (d.ends.weight, None) if c is None else (torch.zeros_like(theta), d.ends.weight[:, None])
         d_A, d_D, d_m = (None if x is None else x.sum(1) for x in (d.ends.A, d.ends.D, d.ends.m))

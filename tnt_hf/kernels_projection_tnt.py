@@ -154,18 +154,19 @@ class TritonProjection(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out, d_M):
         (q, u, M, *normed), walk = saved(ctx), ctx.walk
-        d_out, d_q, d_u = d_out.to(q.dtype).contiguous(), torch.empty_like(q), torch.empty_like(u)
-        if normed:
-            K = q.shape[-1]
-            d_raw, rows, R = torch.empty_like(q), max(1, ELEMENTS // K), q.numel() // K
-            through_norm[(triton.cdiv(R, rows),)](*normed, d_out, d_raw, R, K, rows, num_warps=4)
-            d_out = d_raw
-        before, _ = walk.sums(u, u, M, 1, False)
-        behind, d_M = walk.sums(q, d_out, d_M.contiguous(), walk.groups, True)
-        project_reverse[(walk.chunks,)](
-            q, u, before, behind, d_out, d_q, d_u, *walk.place, walk.C, walk.groups, **walk.sides(q), num_warps=8,
-            **_stages(q),
-        )  # fmt: skip
+        with torch.cuda.device_of(q):  # autograd's own threads have it, compiled autograd has not
+            d_out, d_q, d_u = d_out.to(q.dtype).contiguous(), torch.empty_like(q), torch.empty_like(u)
+            if normed:
+                K = q.shape[-1]
+                d_raw, rows, R = torch.empty_like(q), max(1, ELEMENTS // K), q.numel() // K
+                through_norm[(triton.cdiv(R, rows),)](*normed, d_out, d_raw, R, K, rows, num_warps=4)
+                d_out = d_raw
+            before, _ = walk.sums(u, u, M, 1, False)
+            behind, d_M = walk.sums(q, d_out, d_M.contiguous(), walk.groups, True)
+            project_reverse[(walk.chunks,)](
+                q, u, before, behind, d_out, d_q, d_u, *walk.place, walk.C, walk.groups, **walk.sides(q), num_warps=8,
+                **_stages(q),
+            )  # fmt: skip
         return None, None, d_q, d_u, d_M, None
 
 

@@ -42,7 +42,8 @@ def as_operator(name: str, results: Callable[..., Any]) -> Callable:
             found = []
             args, kwargs = _unpack(json.loads(call), tensors)
             _pack(function(*args, **kwargs), found)
-            return [x.clone() for x in found]  # an operator's results share no memory
+            # an operator's results share no memory, and lie in it as `shapes` says
+            return [x.clone(memory_format=torch.contiguous_format) for x in found]
 
         def shapes(tensors: list[Tensor], call: str) -> list[Tensor]:
             expected = []
