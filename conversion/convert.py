@@ -5,6 +5,7 @@ memory tensors, an index, a configuration and the model's code are written besid
 needs new shards. The result appears all at once when it is complete (staging), after every check (source, plan).
 """
 
+import json
 import math
 import os
 import re
@@ -29,8 +30,10 @@ from tnt_hf.conversion.model_card import model_card, public_name
 from tnt_hf.conversion.plan import base_shards, is_same_bytes, our_tensors, parse_size
 from tnt_hf.conversion.probe import measure_window, narrowed_layers, probe_name
 from tnt_hf.conversion.shards import STORED, TORCH
-from tnt_hf.conversion.source import Source, locate, read_json, read_source
+from tnt_hf.conversion.source import Source, locate, read_source
 from tnt_hf.conversion.staging import Staging, check_target, target_of
+from tnt_hf.conversion.tokenizer import CONFIG as TOKENIZER_CONFIG
+from tnt_hf.conversion.tokenizer import settings as tokenizer_settings
 from tnt_hf.conversion.writer import Writer
 
 
@@ -128,12 +131,15 @@ def convert_checkpoint(
             config = tnt_config(source_config, window=window, keep_full_attention=layers, **fields)
         say(table(errors, layers, losses))
     _complete(config, checkpoint, source_config, cast, say)
+    name = public_name(folder, str(source))
+    tokenizer = tokenizer_settings(checkpoint, name, source_config.model_type, say)
+    config.tokenizer_class = tokenizer.named
 
     memory = list(initial_memory_tensors(config, tensors, STORED[config.dtype], seed))
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     conversion = {
         "tnt_hf": __version__,
-        "source": public_name(folder, str(source)),
+        "source": name,
         "revision": folder.name if folder.parent.name == "snapshots" else None,
         "model_type": source_config.model_type,
         "window": window,
@@ -161,11 +167,13 @@ def convert_checkpoint(
         writer = Writer(checkpoint, staging.folder, link, check, progress, say, begun)
         writer.weights(*base_shards(checkpoint, tensors, cast, most), memory)
         writer.companions()
+        if tokenizer.fields is not None:
+            writer.text(TOKENIZER_CONFIG, json.dumps(tokenizer.fields, indent=2, ensure_ascii=False) + "\n")
         writer.code()
         writer.text("config.json", config.to_json_string(use_diff=True))
         if conversion["plot"]:
             writer.plot(errors, layers, losses)
-        writer.text("README.md", model_card(config, conversion, checkpoint, target.name))
+        writer.text("README.md", model_card(config, conversion, checkpoint, target.name, tokenizer.loads))
         write_manifest(staging.folder, writer.entries(), conversion)
         staging.commit()
     return target
@@ -247,15 +255,6 @@ def _complete(
                 f"{checkpoint.name}: attn_implementation={attention!r}: transformers has no attention of that name"
             )
         config.attn_implementation = attention
-    # Tokenizer files without a class name get it from the model type, which says nothing about ours.
-    named = checkpoint.companions.get("tokenizer_config.json")
-    tokenizer = read_json(named) if named else {}
     if "auto_map" in checkpoint.fields:
         kind = source_config.model_type
         say(f"the source names code of its own (auto_map), which is not run: it is read as the library's {kind}")
-    if "auto_map" in tokenizer:
-        say("the tokenizer of the source needs code of its own, which is not copied: load it from the source")
-    if not tokenizer.get("tokenizer_class"):
-        config.tokenizer_class = (
-            checkpoint.fields.get("tokenizer_class") or family_of(source_config.model_type).tokenizer
-        )

@@ -31,7 +31,7 @@ class Family:
         translate: source config -> the [`TNTConfig`] fields in which it differs from Llama.
         fused: end of a source tensor's name -> our names for its consecutive row blocks.
         harmless: fields beyond Llama's that `translate` reads, or that do not change what is computed.
-        tokenizer: slow and fast tokenizer share this name; used where the source's files do not name one.
+        tokenizer: its class where the source's files name none and cannot be loaded.
         partial_rotary: whether `partial_rotary_factor` means something to it.
     """
 
@@ -84,12 +84,12 @@ _QWEN = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", 
 
 FAMILIES = {
     "llama": Family(_llama, "LlamaTokenizer", harmless=frozenset({"attention_bias", "mlp_bias", "pretraining_tp"})),
-    "mistral": Family(_mistral, "LlamaTokenizer", harmless=frozenset({"sliding_window"})),
+    "mistral": Family(_mistral, "TokenizersBackend", harmless=frozenset({"sliding_window"})),
     "qwen2": Family(_qwen2, "Qwen2Tokenizer", harmless=_QWEN),
     "qwen3": Family(_qwen3, "Qwen2Tokenizer", harmless=_QWEN | {"attention_bias"}),
     "phi3": Family(
         _phi3,
-        "LlamaTokenizer",
+        "TokenizersBackend",
         fused={
             "self_attn.qkv_proj.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
             "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),

@@ -1,6 +1,7 @@
 """Peak anonymous memory of this process while something runs: what must be there, without mapped files and caches."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -41,3 +42,10 @@ class PeakMemory:
     def _sample(self) -> None:
         while not self._stop.wait(INTERVAL):
             self.peak = max(self.peak, anonymous_bytes())
+
+
+def with_peak(function: Callable[[], dict]) -> tuple[dict, int | None]:
+    """What `function()` returns, and the most bytes while it ran."""
+    with PeakMemory() as memory:
+        result = function()
+    return result, memory.peak

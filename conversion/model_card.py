@@ -99,7 +99,7 @@ from transformers import AutoModelForCausalLM
 
 path = {name}  # this folder, or the Hub id it was uploaded to
 model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
-print(model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=32))  # the source has no tokenizer"""
+print(model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=32))  # the source's tokenizer {why}"""
 
 
 def public_name(folder: Path, source: str) -> str:
@@ -163,16 +163,16 @@ def ranges(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source, name: str) -> str:
+def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source, name: str, tokenizer: bool) -> str:
     """
     The README.md of a conversion.
 
     Args:
         config: of the result. conversion: what the manifest says about it. checkpoint: the source.
-        name: of the result's folder.
+        name: of the result's folder. tokenizer: whether one can be loaded from there.
     """
     source, window, closed = conversion["source"], conversion["window"], conversion["memory_starts_closed"]
-    tokenizer = any(name in checkpoint.companions for name in TOKENIZERS)
+    why = "cannot be loaded from here" if any(x in checkpoint.companions for x in TOKENIZERS) else "does not exist"
     layers, count = config.memory_layer_indices, config.num_hidden_layers
     metadata = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     said = front_matter(checkpoint.folder)
@@ -205,7 +205,7 @@ def model_card(config: TNTConfig, conversion: dict[str, Any], checkpoint: Source
         source=f"[{source}](https://huggingface.co/{source})" if HUB_ID.fullmatch(source) else f"`{source}`",
         what=MEMORY.format(where=where, start=start) if layers else "TNT's form without a memory.",
         of_memory=MEMORY_LIMITS if layers else "",
-        quick_start=(TEXT_START if tokenizer else IDS_START).format(name=json.dumps(name)),
+        quick_start=(TEXT_START if tokenizer else IDS_START).format(name=json.dumps(name), why=why),
         remote_code=REMOTE_CODE,
         citation=CITATION,
         command=command_line(conversion, name),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tnt_hf.configuration_tnt import TNTConfig
 from tnt_hf.conversion.source import has_tokenizer
+from tnt_hf.conversion.tokenizer import load_tokenizer
 
 
 MAX_TOKENS = 16_384
@@ -65,17 +66,16 @@ def measure_window(
             prediction in the text.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from tnt_hf.conversion.sensitivity import loss_increases, print_progress, segments, window_errors
 
     if not has_tokenizer(folder):
         raise ValueError(f"probe: {folder} has no tokenizer to read a text with")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"probe: {folder} has a tokenizer that cannot be loaded ({reason})") from error
+        tokenizer = load_tokenizer(folder)
+    except ValueError as error:
+        raise ValueError(f"probe: {error}") from error
     ids = tokenizer(read_text(probe), return_tensors="pt", verbose=False)["input_ids"][:, :MAX_TOKENS]
     taken = "" if is_file(probe) else f" ({probe_name(probe)!r} is not a file, so it is the text)"
     if ids.shape[1] <= window + 1:  # the first token that the window narrows has to predict another

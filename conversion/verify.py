@@ -29,7 +29,7 @@ from tnt_hf.costs_tnt import BYTES, key_value_bytes, memory_state_bytes
 
 from .ablations import ablations, opened, without_memory
 from .families import FAMILIES, read_source_config, tnt_config
-from .memory_use import PeakMemory
+from .memory_use import with_peak
 from .source import locate, read_json
 from .verify_files import (
     check_base_weights,
@@ -57,6 +57,7 @@ from .verify_measures import (
 from .verify_probe import FEWEST, probe_ids
 from .verify_report import NOT_APPLICABLE, NOT_RUN, Report, check_place, json_ready
 from .verify_structure import CHECKS, OF_ANY_LENGTH, check_padding, check_state, crossed, steady_positions
+from .verify_tokenizer import check_tokenizer
 
 
 FORMAT = "tnt-verify-1"
@@ -127,10 +128,10 @@ def verify_conversion(
             # Short inputs, all of whose tokens see in the result what they see in the source.
             n = min(length, 256) if limit is None else max(1, min(length, limit))
             cast = rounded_to(out)
-            before, peak = _with_peak(lambda: _observe_source(folder, dtype, cast, ids, noise, n, rows.say))
+            before, peak = with_peak(lambda: _observe_source(folder, dtype, cast, ids, noise, n, rows.say))
             found["probe"]["tolerance"] = before["tolerance"]
             found["accounting"] = {"source": {"peak_anonymous_bytes": peak} | before.pop("accounting")}
-            after, peak = _with_peak(
+            after, peak = with_peak(
                 lambda: _check_result(
                     out, config, source_config.model_type, dtype, state, ids, noise, n, limit, before, seed, rows
                 )
@@ -199,6 +200,7 @@ def _check_files(
     else:
         rows.check("manifest", promise, check_files, out)
     rows.check("finite", "no weight is infinite or NaN", check_finite, out)
+    check_tokenizer(folder, out, rows)
     if config is None:
         return "unknown"
     if unlisted(out):  # a manifest has the SHA-256 of the code, which another version may have written
@@ -233,12 +235,6 @@ def _default_length(config: TNTConfig, expected: TNTConfig) -> int:
     # The longer of both, so that a RoPE that scales from another length on is seen to.
     steady = max(min(c.max_position_embeddings, steady_positions(c) or MOST_TOKENS) for c in (config, expected))
     return max(FEWEST, min(length, MOST_TOKENS, steady))
-
-
-def _with_peak(function: Callable[[], dict]) -> tuple[dict, int | None]:
-    with PeakMemory() as memory:
-        result = function()
-    return result, memory.peak
 
 
 @contextmanager

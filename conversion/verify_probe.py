@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .probe import is_file, read_text
 from .source import has_tokenizer
+from .tokenizer import load_tokenizer
 
 
 FEWEST = 16  # tokens that the checks need
@@ -42,15 +43,15 @@ def probe_ids(folder: Path, text: str | None, length: int, vocabulary: int, seed
         if text is not None:
             raise ValueError(f"text={text[:40]!r}: the source has no tokenizer to read it with")
         return random_ids[:1], random_ids[1:], "random ids (the source has no tokenizer)"
-    from transformers import AutoTokenizer
-
     label, content = "standard library of Python", default_text() if text is None else read_text(text)
     if text is not None:
         label = Path(text).name if is_file(text) else "text given"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # of the library's many readers, each with its own
-        raise ValueError(f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())})") from error
+        tokenizer = load_tokenizer(folder)
+    except ValueError:
+        if text is not None:
+            raise
+        return random_ids[:1], random_ids[1:], "random ids (the source's tokenizer cannot be loaded)"
     ids = tokenizer(content, return_tensors="pt")["input_ids"][:, :length]
     if ids.shape[1] < FEWEST:
         raise ValueError(f"text={content[:40]!r}: has {ids.shape[1]} tokens, a probe needs {FEWEST}")

@@ -12,13 +12,13 @@ from os.path import realpath
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.conversion.manifest import MANIFEST
 from tnt_hf.conversion.reload import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_injected
 from tnt_hf.conversion.shards import inspect
 from tnt_hf.conversion.source import COMPANIONS, INDEX, TEMPLATES, TEXTS, inside, read_header, read_json, read_source
+from tnt_hf.conversion.tokenizer import load_tokenizer
 from tnt_hf.recipes.encoding import vocabulary_size
 from tnt_hf.recipes.loading_errors import reading
 from tnt_hf.recipes.model_card_tables import portable, portable_command
@@ -200,9 +200,11 @@ def _check_tokenizer(model: Model) -> list[str]:
     if not model.has_tokenizer:
         return ["no tokenizer: readers need one from elsewhere"] if model.kind != "adapter" else []
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.folder)
-    except Exception as error:  # of the library's many readers, each with its own
-        raise ValueError(f"{model.folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())})") from error
+        tokenizer = load_tokenizer(model.folder)
+    except ValueError:
+        if "auto_map" not in read_json(model.folder / "tokenizer_config.json"):
+            raise
+        return ["the tokenizer needs code, which is not run here: its ids were not compared with vocab_size"]
     size = model.config.get("vocab_size")
     if size is not None and (needed := vocabulary_size(tokenizer)) > size:
         raise ValueError(f"{model.folder}: the ids of its tokenizer need {needed} rows, vocab_size is {size}")
