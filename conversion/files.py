@@ -67,11 +67,14 @@ def copy_range(old, new, start: int, count: int, advance: Callable[[int], object
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on the disk; the latter where its file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
             os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

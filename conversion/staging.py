@@ -60,6 +60,11 @@ class Staging:
             return os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.root / LOCK))
         except (FileNotFoundError, BlockingIOError):
             return False
+        except OSError as error:
+            shutil.rmtree(self.root, ignore_errors=True)
+            self.lock.close()
+            reason = f"its file system locks no files ({error.strerror})"
+            raise OSError(error.errno, f"output={str(self.target)!r}: {reason}; choose another") from error
 
     def __exit__(self, *exc_info) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
@@ -145,8 +150,8 @@ def clean_up(target: Path, say: Callable[[str], object]) -> None:
         with suppress(FileNotFoundError), (root / LOCK).open("r+") as lock:  # another run may remove it meanwhile
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue  # its process lives
+            except OSError:  # its process lives, or nobody can tell
+                continue
             if (root / "old").is_dir() and not target.exists():
                 os.rename(root / "old", target)
                 say(f"brought back {target}, which an interrupted run was replacing")

@@ -88,7 +88,9 @@ def token_losses(
         for r, row in zip(batch, logits):
             row = row[: len(rows.ids[r]) - 1]
             row = row if row.dtype == torch.float64 else row.float()
-            losses[r] = F.cross_entropy(row, rows.ids[r][1:].to(device), reduction="none").double().cpu()
+            losses[r] = (
+                F.cross_entropy(row, rows.ids[r][1:].to(device), reduction="none").cpu().double()
+            )  # not every device has it
             if not bool(losses[r].isfinite().all()):
                 position = int((~losses[r].isfinite()).nonzero()[0]) + 1
                 raise ValueError(

@@ -7,6 +7,7 @@ others wait. One that was damaged is made anew. Writing needs the memory of a fe
 Axis legend: N tokens   D documents
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -15,6 +16,7 @@ import shutil
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -181,8 +183,18 @@ def cached_store(digest: str, part: str, write: Callable[[Path], None]) -> Token
     from filelock import FileLock
 
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "tnt-hf" / digest
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):  # also while it is opened: nobody opens what another one finds damaged
+    with ExitStack() as stack:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            # also while it is opened: nobody opens what another one finds damaged
+            stack.enter_context(FileLock(f"{folder}.lock"))
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            if (folder / part / SEAL).is_file():  # what somebody else has made can be read all the same
+                return TokenStore(folder / part)
+            reason = f"cannot be written ({error.strerror}); HF_DATASETS_CACHE names another cache"
+            raise OSError(error.errno, reason, str(folder)) from error
         if folder.is_dir():
             try:
                 return TokenStore(folder / part)

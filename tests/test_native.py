@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -447,18 +448,41 @@ print(folder.is_dir())
 def test_a_relative_cache_is_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert native_build_tnt._cache() == tmp_path / ".cache" / "tnt-hf"
+    assert native_build_tnt._cache() == (tmp_path / ".cache" / "tnt-hf", "")
     monkeypatch.setenv("HOME", "here")
-    assert native_build_tnt._cache() is None
+    assert native_build_tnt._cache() == (None, "here/.cache/tnt-hf is no absolute path")
 
 
 def test_a_cache_of_roots_is_trusted_and_another_users_is_not(tmp_path, monkeypatch):
     """As one made with an image, whose processes are then another user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert (folder := native_build_tnt._cache()) == tmp_path / "tnt-hf"
+    assert native_build_tnt._cache() == (folder := tmp_path / "tnt-hf", "")
     owner = folder.stat().st_uid
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    assert native_build_tnt._cache() == (None if owner else folder)
+    assert native_build_tnt._cache() == ((None, f"others can put code into {folder}") if owner else (folder, ""))
+
+
+AS_NOBODY = """
+import os
+os.setgid(65534)
+os.setuid(65534)
+"""
+
+
+@needs_native
+@pytest.mark.long
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_cache_of_roots_is_read_by_another_user_without_a_compiler(hasty):
+    """An image is made by root, and runs as whom it likes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # those of pytest are root's alone
+        os.chmod(folder, 0o755)
+        cache, compiler = Path(folder), shutil.copy(os.environ["CC"], folder)
+        assert "compiling" in elsewhere(cache, CC=compiler)
+        told = elsewhere(cache, AS_NOBODY, CC=compiler, PATH="/nowhere")
+        assert "same True None" in told and "compiling" not in told
+        next(cache.rglob("*.so")).chmod(0o700)
+        told = elsewhere(cache, AS_NOBODY, CC=compiler, PATH="/nowhere")
+        assert "gcc" in told and "of what was compiled before: [Errno 13] Permission denied" in told
 
 
 READ_ONLY = "import os; access = os.access; os.access = lambda path, mode: not mode & os.W_OK and access(path, mode)"
@@ -480,7 +504,7 @@ def test_a_cache_that_cannot_be_written_or_executed_is_read(tmp_path, hasty):
     (temporary := tmp_path / "tmp").mkdir()
     empty, kept = tmp_path / "empty", tmp_path / "kept"
     assert "compiling" in (told := elsewhere(empty, READ_ONLY, TMPDIR=str(temporary))) and "same True None" in told
-    assert not list(empty.rglob("*.so"))
+    assert not list(empty.rglob("*.so")) and "tnt-hf cannot be written" in told
     for first, count in ((NOEXEC, 1), (NOEXEC, 0), (READ_ONLY, 0)):
         told = elsewhere(kept, first, TMPDIR=str(temporary))
         assert told.count("compiling") == count and "same True None" in told
@@ -525,7 +549,9 @@ def test_a_cache_that_is_not_the_users_own_is_not_used(tmp_path, why, hasty):
     if why != "a file":
         folder.chmod(0o777)
     (tmp_path / "tmp").mkdir()
-    assert "same True None" in elsewhere(tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    told = elsewhere(tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    assert "same True None" in told and told.count("compiled for this process alone") == 1
+    assert {"a file": "is no folder"}.get(why, f"others can put code into {folder}") in told
     assert not list(tmp_path.rglob("*.so")), "the folder of the process goes with it"
 
 

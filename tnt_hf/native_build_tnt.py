@@ -72,6 +72,15 @@ def _report(field: str, reason: str) -> None:
     logger.warning("%s='auto' runs 'chunk' on the CPU: %s.", field, reason)
 
 
+@cache
+def _report_cache(reason: str) -> None:
+    logger.warning(
+        "the memory's C code was compiled for this process alone, as every other one will have to: %s."
+        " XDG_CACHE_HOME names the folder of a cache.",
+        reason,
+    )
+
+
 @torch.compiler.disable
 def runs_native(field: str, value: str, weights: list[Tensor], tensors: tuple) -> bool:
     """Whether a memory's chunks, or its next token, run in native code: where `value` of `field` is "native", and
@@ -153,17 +162,23 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     if sys.platform != "linux" or machine not in PROCESSOR:
         raise Unavailable(f"it is compiled on Linux on {' and '.join(PROCESSOR)}, not on {sys.platform} on {machine}")
     flags = (*FLAGS, *PROCESSOR[machine], f"-DREAL_BYTES={BYTES[dtype]}")
-    name, kept = f"memory-{_key(flags)}.so", _cache()
+    name, (kept, unusable), unread = f"memory-{_key(flags)}.so", _cache(), ""
     try:
         if kept is not None and (kept / name).exists():
             if _is_whole(kept / name):  # a part of a library would end the process
                 return _load_copy(kept / name)
             logger.info("%s is compiled again: it is not whole", name)
     except OSError as error:
-        logger.info("%s is compiled again: %s", name, error)
-    writable = kept is not None and os.access(kept, os.W_OK | os.X_OK)
-    place = (kept if writable else _own_folder()) / name
-    _compile(flags, place)
+        logger.info("%s is compiled again: %s", name, unread := str(error))
+    if kept is not None and not os.access(kept, os.W_OK | os.X_OK):
+        kept, unusable = None, f"{kept} cannot be written"
+    place = (kept or _own_folder()) / name
+    try:
+        _compile(flags, place)
+    except Unavailable as reason:
+        raise Unavailable(f"{reason}; and of what was compiled before: {unread}" if unread else reason) from None
+    if kept is None:
+        _report_cache(unusable)
     try:
         return _load_copy(place)
     except OSError as error:
@@ -207,19 +222,23 @@ def _key(flags: tuple[str, ...]) -> str:
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def _cache() -> Path | None:
-    """The user's cache, if nobody but the user and root can put code there; it may be a read-only one."""
+def _cache() -> tuple[Path | None, str]:
+    """The user's cache, if none but the user and root can put code there, else why not; it may be a read-only one."""
     try:
         asked = Path(os.environ.get("XDG_CACHE_HOME", ""))  # ignored if relative, as its specification says
         folder = (asked if asked.is_absolute() else Path.home() / ".cache") / "tnt-hf"
         if not folder.is_absolute():
-            return None
+            return None, f"{folder} is no absolute path"
         if not folder.exists():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # for all to read, as of an image
         found = folder.stat()
-    except (OSError, RuntimeError):  # the latter without a home
-        return None
-    return folder if found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022 and folder.is_dir() else None
+    except (OSError, RuntimeError) as error:  # the latter without a home
+        return None, str(error)
+    if not folder.is_dir():
+        return None, f"{folder} is no folder"
+    if found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
+        return None, f"others can put code into {folder}"
+    return folder, ""
 
 
 @cache
@@ -271,7 +290,7 @@ def _compile(flags: tuple[str, ...], place: Path) -> None:
             raise Unavailable(f"{' '.join(compiler)!r} compiles nothing")
         content = linked.read_bytes()
         linked.write_bytes(content + hashlib.sha256(content).digest())
-        linked.chmod(0o700)  # whatever the umask: it is code
+        linked.chmod(0o755)  # whatever the umask: it is code
         linked.replace(place)  # whoever compiles at the same time leaves the same
 
 
