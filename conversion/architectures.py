@@ -3,6 +3,7 @@
 Axis legend of the weights: Q = Hq * head_dim   K = Hkv * head_dim   rows are output channels, `[out, in]`
 """
 
+import math
 from dataclasses import dataclass
 from itertools import chain
 
@@ -33,6 +34,8 @@ class Architecture:
             three weights.
         conv1d: the projections are `Conv1D`, whose weights are transposed.
         separates_documents: the model's mask keeps packed documents apart, as `position_ids` that restart ask for.
+        distances_only: a row computes the same with all its positions shifted. Not so where positions are embedded or
+            scale queries, and where keys are normalised after RoPE.
     """
 
     attention_class: str
@@ -44,6 +47,7 @@ class Architecture:
     conv1d: bool = False
     base: str | None = None
     separates_documents: bool = True
+    distances_only: bool = True
 
     @property
     def lora_targets(self) -> list[str]:
@@ -53,6 +57,21 @@ class Architecture:
     def base_of(self, model: PreTrainedModel) -> nn.Module:
         """The module that reads tokens and runs the layers."""
         return model.base_model if self.base is None else getattr(model.base_model, self.base)
+
+    def shiftable(self, config) -> float:
+        """Up to how many tokens a row can be shifted, and nothing but the rounding of RoPE changes."""
+        if not self.distances_only:
+            return 0
+        ropes = getattr(config, "rope_parameters", None) or {}
+        limits = [math.inf]
+        for rope in (ropes, *ropes.values()):  # of all layers, or by their type
+            if not isinstance(rope, dict):
+                continue
+            # frequencies that follow the longest position, and queries that are scaled from a position on
+            if rope.get("rope_type") in ("dynamic", "longrope") or rope.get("llama_4_scaling_beta"):
+                trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+                limits.append(min(trained, config.max_position_embeddings))
+        return min(limits)
 
     def attention_modules(self, base: nn.Module) -> dict[int, nn.Module]:
         """The attention modules of what [`base_of`] found, by layer: a hybrid's other layers have none."""
@@ -121,8 +140,8 @@ ARCHITECTURES = {
     "apertus": Architecture("ApertusAttention"),
     "arcee": Architecture("ArceeAttention"),
     "aria_text": Architecture("AriaTextAttention"),
-    "beam": Architecture("BeamAttention"),
-    "biogpt": Architecture("BioGptAttention", projections=OUT_PROJ, separates_documents=False),
+    "beam": Architecture("BeamAttention", distances_only=False),
+    "biogpt": Architecture("BioGptAttention", projections=OUT_PROJ, separates_documents=False, distances_only=False),
     "bitnet": Architecture("BitNetAttention"),
     "cohere": Architecture("CohereAttention"),
     "cohere2": Architecture("Cohere2Attention"),
@@ -144,9 +163,23 @@ ARCHITECTURES = {
     "glm": Architecture("GlmAttention"),
     "glm4": Architecture("Glm4Attention"),
     "glm4_moe": Architecture("Glm4MoeAttention"),
-    "gpt2": Architecture("GPT2Attention", "h", "attn", projections=("c_attn", "c_proj"), fused="blocks", conv1d=True),
+    "gpt2": Architecture(
+        "GPT2Attention",
+        "h",
+        "attn",
+        projections=("c_attn", "c_proj"),
+        fused="blocks",
+        conv1d=True,
+        distances_only=False,
+    ),
     "gpt_bigcode": Architecture(
-        "GPTBigCodeAttention", "h", "attn", cache="layer_past", projections=("c_attn", "c_proj"), fused="blocks"
+        "GPTBigCodeAttention",
+        "h",
+        "attn",
+        cache="layer_past",
+        projections=("c_attn", "c_proj"),
+        fused="blocks",
+        distances_only=False,
     ),
     "gpt_neox": Architecture(
         "GPTNeoXAttention",
@@ -163,8 +196,8 @@ ARCHITECTURES = {
     "granitemoehybrid": Architecture("GraniteMoeHybridAttention", separates_documents=False),
     "granitemoeshared": Architecture("GraniteMoeSharedAttention"),
     "helium": Architecture("HeliumAttention"),
-    "hunyuan_v1_dense": Architecture("HunYuanDenseV1Attention"),
-    "hunyuan_v1_moe": Architecture("HunYuanMoEV1Attention"),
+    "hunyuan_v1_dense": Architecture("HunYuanDenseV1Attention", distances_only=False),
+    "hunyuan_v1_moe": Architecture("HunYuanMoEV1Attention", distances_only=False),
     "hy_v3": Architecture("HYV3Attention"),
     "hyperclovax": Architecture("HyperCLOVAXAttention"),
     "jais2": Architecture("Jais2Attention"),
@@ -186,7 +219,9 @@ ARCHITECTURES = {
     "olmo3": Architecture("Olmo3Attention"),
     "olmo_hybrid": Architecture("OlmoHybridAttention", separates_documents=False),
     "olmoe": Architecture("OlmoeAttention"),
-    "opt": Architecture("OPTAttention", projections=OUT_PROJ, base="decoder", separates_documents=False),
+    "opt": Architecture(
+        "OPTAttention", projections=OUT_PROJ, base="decoder", separates_documents=False, distances_only=False
+    ),
     "persimmon": Architecture("PersimmonAttention", projections=("query_key_value", "dense"), fused="per_head"),
     "phi": Architecture("PhiAttention", projections=("q_proj", "k_proj", "v_proj", "dense")),
     "phi3": Architecture("Phi3Attention", projections=("qkv_proj", "o_proj"), fused="blocks"),

@@ -134,7 +134,8 @@ def enter_model(
             elif cache is not None:
                 cache.holds_padding = True
     if mask is not None and "position_ids" in parameters and given.get("position_ids") is None:
-        if _sees_positions(injected) and (torch.compiler.is_compiling() or not bool(mask.all())):
+        free = _may_count(row, config, cache, past, T)
+        if free and _sees_positions(injected) and (torch.compiler.is_compiling() or not bool(mask.all())):
             count = mask.to(torch.bool).cumsum(1) - 1  # as `generate` counts them
             given["position_ids"] = count.clamp_min(0)[:, -T:]
     given[ARGUMENT] = MemoryCall(valid, segment_ids)
@@ -162,10 +163,21 @@ def leave_model(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> No
 
 
 def _sees_positions(injected: list[nn.Module]) -> bool:
-    """Whether positions that count padding would change a result: attention knows distances only, but a linear
-    operator and a memory of attention's own keys get them after RoPE. A graph may not ask whether they are open."""
+    """Whether positions that count padding would change what a memory reads: a linear operator and a memory of
+    attention's own keys get them after RoPE. A graph may not ask whether they are open."""
     memories = [x.memory for x in injected if x.memory.keys_after_rope]
     return bool(memories) and (torch.compiler.is_compiling() or any(x.is_open() for x in memories))
+
+
+def _may_count(row: Architecture, config: Any, cache: Cache | None, past: int, length: int) -> bool:
+    """Whether the base model computes the same with positions that do not count padding. The first call decides for a
+    cache: tokens that were placed in two ways would be at wrong distances."""
+    free = past + length <= row.shiftable(config)
+    if cache is None or torch.compiler.is_compiling():
+        return free
+    if not past:
+        cache.leaves_out_padding = free
+    return getattr(cache, "leaves_out_padding", free)
 
 
 @merge_with_config_defaults

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import left_padded, tokens
-from tiny_hosts import MODES, OPEN_LIZA, OPENED, attentions, hosts, padded, positions, tiny_host
-from transformers import DataCollatorWithFlattening
+from tiny import at_once, left_padded, tokens
+from tiny_hosts import HOSTS, MODES, OPEN_LIZA, OPENED, attentions, hosts, padded, positions, tiny_host
+from transformers import DataCollatorWithFlattening, DynamicCache
 
 from tnt_hf.cache_name_tnt import CACHE_NAME
-from tnt_hf.conversion import inject
+from tnt_hf.conversion import inject, unload
 from tnt_hf.conversion.architectures import ARCHITECTURES
 from tnt_hf.conversion.injection_config import LiZAConfig, TNTInjectionConfig
 
@@ -95,15 +95,102 @@ def test_a_mask_of_another_shape_is_refused(config, rows, columns):
 
 @hosts
 def test_left_padding_without_positions_changes_nothing(kind):
-    """The base model would count the padding, which a linear operator sees in its keys after RoPE."""
+    """The base model would count the padding, which a linear operator sees in its keys after RoPE. Where that is more
+    to the base than a shift, it keeps its positions; OPT counts as `generate` does."""
     model = inject(exact_host(kind), LiZAConfig(weight=0.5))
     short, long = tokens(20, seed=2), tokens(33)
     ids, mask = left_padded([long, short])
-    expected = logits(model, ids, attention_mask=mask, position_ids=positions(mask))
-    torch.testing.assert_close(logits(model, ids, attention_mask=mask), expected, **CLOSE)
+    counted = ARCHITECTURES[kind].distances_only or kind == "opt"
+    given = positions(mask) if counted else torch.arange(33)[None]
+    expected = logits(model, ids, attention_mask=mask, position_ids=given)
+    found = logits(model, ids, attention_mask=mask)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], **CLOSE)
     cache = model(ids[:, :30], attention_mask=mask[:, :30], use_cache=True).past_key_values
     later = logits(model, ids[:, 30:], attention_mask=mask, past_key_values=cache)
     torch.testing.assert_close(later, expected[:, 30:], **CLOSE)
+
+
+def opened_a_little(model, ids, mask):
+    """Logits of the valid tokens at w = 0 and at w = 1e-9."""
+    found = []
+    for weight in (0.0, 1e-9):
+        inject(model, LiZAConfig(weight=weight))
+        found.append(logits(model, ids, attention_mask=mask)[mask.bool()])
+        unload(model)
+    return found
+
+
+@pytest.mark.parametrize("kind", at_once(dict(zip(HOSTS, HOSTS)), ("beam", "gpt2", "hunyuan_v1_dense", "llama")))
+def test_opening_a_memory_leaves_the_base_as_it_is(kind):
+    """O = w O_lin + (1 - w) O_attn: the positions that the memory sees must be no others to attention."""
+    closed, opened = opened_a_little(exact_host(kind), *left_padded([tokens(33), tokens(20, seed=2)]))
+    torch.testing.assert_close(opened, closed, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", at_once(dict(zip(HOSTS, HOSTS)), ("beam", "gpt2", "hunyuan_v1_dense", "llama")))
+def test_where_distances_alone_count_is_known(kind):
+    model, ids = exact_host(kind), tokens(1, 20)
+    change = logits(model, ids, position_ids=torch.arange(50, 70)[None]) - logits(model, ids)
+    assert (float(change.abs().max()) < 1e-5) == ARCHITECTURES[kind].distances_only
+
+
+# Attention that knows distances only in rows of up to 16 tokens.
+SHORT = {
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [3.0] * 4,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "scaled queries": (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "llama_4_scaling_beta": 0.5,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+}
+
+
+def short_host(name):
+    kind, changes = SHORT[name]
+    return tiny_host(kind, torch.float64, max_position_embeddings=16 if name == "dynamic" else 128, **changes)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_opening_a_memory_leaves_a_base_as_it_is_that_asks_for_the_length(name):
+    """All rows are padded: the longest is within 16 tokens, and with its padding it is not."""
+    rows = [torch.cat([tokens(n).new_zeros(8), tokens(n, seed=n)]) for n in (14, 9)]
+    ids, mask = left_padded(rows)
+    mask *= ids != 0
+    closed, opened = opened_a_little(short_host(name), ids, mask)
+    torch.testing.assert_close(opened, closed, **CLOSE)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_row_is_padded_as_it_was_begun(name):
+    """Within 16 tokens padding changes nothing, and beyond them the tokens of a cache stay at their distances."""
+    model = inject(short_host(name), OPEN_LIZA)
+    ids, mask = left_padded([tokens(20), tokens(13, seed=2)])
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    for t, length in ((0, 15), (15, 5)):
+        call = {"attention_mask": mask[:, : t + length]}
+        given = {**call, "position_ids": positions(mask)[:, t : t + length]}
+        part, valid = ids[:, t : t + length], mask[:, t : t + length].bool()
+        found = [logits(model, part, past_key_values=x, **y)[valid] for x, y in zip(caches, (call, given))]
+        torch.testing.assert_close(*found, **CLOSE)
 
 
 def test_positions_of_multimodal_rope_are_counted_by_their_first():
