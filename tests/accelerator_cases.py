@@ -4,6 +4,7 @@ line of JSON for each answer, [case, what is wrong or null]."""
 import json
 import sys
 from functools import partial
+from importlib.util import find_spec
 
 import accelerator
 import torch
@@ -74,9 +75,13 @@ def goes_on(mode: str) -> None:
         equal(outs[1].logits, outs[0].logits, f"{piece.shape[1]} tokens")
 
 
-def waits(mode: str) -> None:
-    """For no value: a step of training, and a token behind a prompt."""
+def waits(mode: str, hooked: bool = False) -> None:
+    """For no value: a step of training, and a token behind a prompt. hooked: as `device_map="auto"` leaves a model."""
     model, ids = pair(mode)[1], ROWS.to("gpu")
+    if hooked:
+        from accelerate.hooks import attach_execution_device_hook
+
+        attach_execution_device_hook(model, torch.device("gpu:0"))
     accelerator.READ.clear()
     out = model(input_ids=ids, labels=ids)
     out.loss.backward()
@@ -113,6 +118,8 @@ ASKED = {
     "wait for no value": waits,
     "notice what is elsewhere": notices,
 }
+if find_spec("accelerate"):
+    ASKED["wait for no value, with hooks"] = partial(waits, hooked=True)
 # an injected memory has no static cache
 OURS = {"generate, static cache": partial(generates, cache_implementation="static", disable_compile=True)}
 

@@ -17,13 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.cache_utils import Cache
 
 from .cache_name_tnt import with_cache_name
 from .compiler_tnt import apart, is_exporting
 from .configuration_tnt import TNTConfig
-from .convolution_tnt import TNTCausalConv, convolve, convolve_token, is_one_product
+from .convolution_tnt import (
+    TNTCausalConv,
+    convolve,
+    convolve_token,
+    is_on_one_device,
+    is_one_product,
+    is_untouched,
+)
 from .features_tnt import pairs, quadratic
 from .gate_tnt import TNTMemoryGate, TNTRMSNorm
 from .inputs_tnt import check_number
@@ -148,7 +154,7 @@ class TNTMemory(nn.Module):
         convs = [self.q_conv, self.k_conv, self.v_conv] if self.taps else []
         T = hidden_states.shape[1]
         few = T == 1 or not torch.compiler.is_compiling() and T <= FEW_TOKENS  # in graphs it would be a guard on T
-        if few and segment_ids is None and self._steps_in_place(state, dtype):
+        if few and segment_ids is None and self._steps_in_place(state, dtype, (hidden_states, *shared, mask)):
             found = self._step(hidden_states, shared, convs, layout, state, mask, output_surprise)
             if found is not None:
                 return found
@@ -195,19 +201,23 @@ class TNTMemory(nn.Module):
                 return None
         return dtype if INTERPRETED else operands  # it is wrong for bfloat16
 
-    def _steps_in_place(self, state: LayerState | None, dtype: torch.dtype) -> bool:
-        """Whether a few tokens may overwrite `state`: it is there, and nobody else can notice."""
+    def _steps_in_place(
+        self, state: LayerState | None, dtype: torch.dtype, tensors: tuple[Tensor | None, ...]
+    ) -> bool:
+        """Whether a few tokens, `tensors`, may overwrite `state`: it is there, and nobody else can notice."""
         if state is None or torch.is_grad_enabled() or self.config.memory_implementation == "naive":
             return False
-        if _global_forward_hooks or _global_forward_pre_hooks:
-            return False
+        hooked = False
         for i in range(len(state.memories)):
             unit = self.memories._modules[str(i)]
             if not isinstance(unit, TNTMemoryUnit) or type(unit).forward is not TNTMemoryUnit.own_forward:
                 return False  # something around it, or in its place, which is called for one token, too
             for module in (unit, unit._modules["weights"]):
-                if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                if not is_untouched(module):
                     return False
+                hooked = hooked or "forward" in vars(module)
+        if hooked and not is_on_one_device(self, tensors):
+            return False  # what the hooks would move is not where the step needs it
         return torch.compiler.is_compiling() or state.is_writable(dtype)
 
     def _step(self, hidden_states, shared, convs, layout, state, mask, output_surprise):
@@ -219,7 +229,7 @@ class TNTMemory(nn.Module):
         alike = native and all(x.dtype == dtype for x in (*shared, *([state.conv] if convs else [])))
         if T > 1 and not native:
             return None
-        if convs and not (alike and all(is_one_product(f, dtype) for f in convs)):
+        if convs and not (alike and all(is_one_product(f, shared[0]) for f in convs)):
             if T > 1:
                 parts, tail = convolve(convs, shared, self.taps, state.conv, mask, None)
                 x = torch.cat(parts, -1)

@@ -6,6 +6,7 @@ Axis legend
 Travels with every pushed checkpoint.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from .grid_tnt import document_starts, made_once
 
 
 BLOCK = 256  # tokens
+ACCELERATE = "accelerate.hooks"
 
 
 class _Taps(torch.autograd.Function):
@@ -119,7 +121,7 @@ def convolve_token(
     tail = tail.to(x.dtype)
     window = torch.cat([tail, x.transpose(1, 2)], -1)
     new_tail = window[..., 1:]
-    if not torch.is_autocast_enabled(window.device.type) and all(is_one_product(conv, window.dtype) for conv in convs):
+    if not torch.is_autocast_enabled(window.device.type) and all(is_one_product(conv, window) for conv in convs):
         # For one token a convolution's set-up costs many times its arithmetic.
         weight = torch.cat([conv.weight for conv in convs])[:, 0]
         wide = window if window.dtype.itemsize >= 4 else window.float()
@@ -191,15 +193,47 @@ def _documents(mask: Tensor | None, segment_ids: Tensor) -> tuple[Tensor, int]:
     return documents, int(documents.max())
 
 
-def is_one_product(conv: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether calling `conv` multiplies each channel of a window of `dtype` by its weights and does nothing else."""
-    return is_plain(conv, TNTCausalConv) and conv.weight.dtype == dtype
+def is_one_product(conv: nn.Module, x: Tensor) -> bool:
+    """Whether calling `conv` with a window like `x` multiplies each channel by its weights and does nothing else."""
+    return is_plain(conv, TNTCausalConv, x) and conv.weight.dtype == x.dtype
 
 
-def is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether `module` is of `kind` alone, with nothing put around or in the place of its forward."""
-    if type(module) is not kind or kind.forward is not kind.own_forward or "forward" in vars(module):
+def is_plain(module: nn.Module, kind: type, *tensors: Tensor) -> bool:
+    """Whether `module` is of `kind` alone, with nothing put around or in the place of its forward, but for what moves
+    inputs to its device: that is nothing, too, if `tensors` are there."""
+    if type(module) is not kind or kind.forward is not kind.own_forward or not is_untouched(module):
         return False
-    return not (
-        module._forward_hooks or module._forward_pre_hooks or _global_forward_hooks or _global_forward_pre_hooks
-    )
+    return "forward" not in vars(module) or is_on_one_device(module, tensors)
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether the class's forward is all that calling `module` runs, but for hooks of accelerate that only move inputs
+    to its device."""
+    if module._forward_hooks or module._forward_pre_hooks or _global_forward_hooks or _global_forward_pre_hooks:
+        return False
+    return "forward" not in vars(module) or _is_aligned(module)
+
+
+def is_on_one_device(module: nn.Module, tensors: Iterable[Tensor | None]) -> bool:
+    """Whether all parameters of `module` and all of `tensors` are in one place, so that a hook would move none."""
+    return len({x.device for x in (*module.parameters(), *tensors) if x is not None}) < 2
+
+
+def _is_aligned(module: nn.Module) -> bool:
+    """Whether the forward of `module` is its class's in a wrapper of accelerate whose hooks leave weights where they
+    are: `device_map="auto"` puts one around every module. Known by names, as accelerate need not be installed."""
+    fields = vars(module)
+    own, wrapper = fields.get("_old_forward"), getattr(fields["forward"], "func", None)
+    if getattr(own, "__func__", None) is not type(module).forward or own.__self__ is not module:
+        return False  # somebody's own forward, or that of the module it was copied from
+    # a later wrapper is somebody else's
+    return getattr(wrapper, "__module__", None) == ACCELERATE and _only_moves_inputs(fields.get("_hf_hook"))
+
+
+def _only_moves_inputs(hook: object) -> bool:
+    kind = type(hook)
+    if kind.__module__ != ACCELERATE:
+        return False
+    if kind.__name__ == "SequentialHook":
+        return all(_only_moves_inputs(each) for each in hook.hooks)
+    return kind.__name__ == "AlignDevicesHook" and not (hook.offload or hook.no_grad)

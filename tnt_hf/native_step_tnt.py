@@ -42,7 +42,7 @@ def native_parameters(memory: nn.Module, field: str, value: str, tensors: list[T
         return None
     if torch.compiler.is_compiling() or transformed() or has_tangent(tensors):
         return None
-    if memory.norm is not None and not is_plain(memory.norm, TNTRMSNorm):
+    if memory.norm is not None and not is_plain(memory.norm, TNTRMSNorm, *tensors):
         return None
     found = []
     for unit in memory.memories._modules.values():
@@ -54,7 +54,7 @@ def native_parameters(memory: nn.Module, field: str, value: str, tensors: list[T
             gate = modules.get(name)
             if gate is None:
                 each += None, None
-            elif not is_plain(gate, TNTGateLinear):
+            elif not is_plain(gate, TNTGateLinear, *tensors):
                 return None
             else:
                 each += gate._parameters["weight"], gate._parameters["bias"]
@@ -95,7 +95,7 @@ class NativeStep:
     def fits(self, memory: nn.Module, layout: StateLayout, rows: tuple[int, int], whole: bool) -> bool:
         """Whether other tokens are the same call."""
         asked = layout, rows, whole, torch.get_num_threads(), *memory.options.values()
-        return self.built_for[0] is layout and self.built_for[1:] == asked[1:]
+        return self.built_for == asked  # layouts by value: hooks that move inputs make a copy for every call
 
     def __call__(self, memory, parameters, x: Tensor, parts: list[Tensor], state: LayerState, present, surprise: bool):
         """

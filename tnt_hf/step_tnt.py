@@ -83,8 +83,8 @@ def token(state: MemoryState, init: list[Tensor], net: Net, options: dict, q, k,
     def pick(rows: Tensor, new, old):  # per batch row: rows at their own memory time
         return [torch.where(rows.view(-1, *[1] * (o.dim() - 1)), n, o) for n, o in zip(new, old)]
 
-    def happens(rows: Tensor) -> bool:  # skips idle work in eager mode, stays branch-free in a compiled graph
-        return torch.compiler.is_compiling() or bool(rows.any())
+    def happens(rows: Tensor) -> bool:  # skips idle work, but waits for no device, and no graph branches
+        return torch.compiler.is_compiling() or not rows.is_cpu or bool(rows.any())
 
     reset = None if interval is None else state.time % interval == 0
     if reset is not None and present is not None:

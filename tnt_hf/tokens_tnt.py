@@ -46,7 +46,7 @@ def memory_tokens(
     """
     kinds = list(zip([silu, silu, False], units))
     by_kernel = operands is not None and not is_exporting()  # a program is torch, but for the memories
-    if by_kernel and tail is None and mask is None and all(is_plain(f, TNTCausalConv) for f in convs):
+    if by_kernel and tail is None and mask is None and all(is_plain(f, TNTCausalConv, *parts) for f in convs):
         documents = None if segment_ids is None else documents_of(segment_ids)
         weights = [conv.weight for conv in convs] or [None] * len(parts)
         tokens = [_fused(*part, documents, head_dim, *kind, operands) for *part, kind in zip(parts, weights, kinds)]
