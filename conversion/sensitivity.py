@@ -99,7 +99,7 @@ def window_errors(
         mask = narrowed(attention_mask, query.shape[2], window, query.device)
         near, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         # Only the tokens that the window can change; the projection keeps the model's dtype, the sums do not.
-        wide = torch.float32 if query.device.type in ("mps", "xpu") else torch.float64  # which not all of those have
+        wide = torch.float64 if query.device.type in ("cpu", "cuda") else torch.float32  # others may not have it
         full_out, near_out = (module.o_proj(x[:, window:].flatten(2)).to(wide) for x in (full, near))
         ratio = (near_out - full_out).square().sum(-1) / full_out.square().sum(-1).clamp_min(torch.finfo(wide).tiny)
         sums[module.layer_idx] += float(ratio.sum())

@@ -32,6 +32,18 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         raise ValueError(f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())})") from error
 
 
+def can_be_loaded(folder: Path) -> bool:
+    """Whether a reader finds a tokenizer in a result, by code that the Hub has if its files refer to that."""
+    if not has_tokenizer(folder):
+        return False
+    if (file := folder / CONFIG).is_file() and "auto_map" in read_json(file):
+        return True
+    try:
+        return load_tokenizer(folder) is not None
+    except ValueError:
+        return False
+
+
 class Settings(NamedTuple):
     """What a conversion says of its tokenizer.
 

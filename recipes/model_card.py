@@ -19,6 +19,7 @@ from tnt_hf import TNTConfig, __version__
 from tnt_hf.conversion.files import sha256
 from tnt_hf.conversion.manifest import MANIFEST, file_entry, read_manifest, write_manifest
 from tnt_hf.conversion.source import read_source
+from tnt_hf.conversion.tokenizer import can_be_loaded
 from tnt_hf.recipes.loading_errors import reading
 from tnt_hf.recipes.model_card_sections import (
     architecture,
@@ -154,7 +155,9 @@ def _digest(card: str) -> str:
 def _card_of_conversion(model: Model, name: str, license: str | None) -> str:
     """The conversion's own card, under another name and with results where there are some."""
     config = TNTConfig.from_dict(dict(model.config))
-    card = conversion_card.model_card(config, model.conversion, read_source(model.folder), name)
+    card = conversion_card.model_card(
+        config, model.conversion, read_source(model.folder), name, can_be_loaded(model.folder)
+    )
     parts = sections(card)
     own = {"": _completed(parts.pop(""), model, name, license)}
     for heading, body in parts.items():

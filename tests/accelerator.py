@@ -38,6 +38,7 @@ class Module(_DummyBackendModule):
 
 
 READ: list[str] = []  # operations that read values back
+WIDENED: list[str] = []  # operations that make float64 of numbers of another type, which some devices lack
 COPIES = {"aten::copy_", "aten::_copy_from", "aten::_to_copy"}
 
 
@@ -59,6 +60,9 @@ def run(operation, *args, **kwargs):
     out = operation(*tree_map(inside, args), **tree_map(inside, kwargs))
     if device is not None and not is_gpu(torch.device(device)):
         return out
+    if any(x.dtype == torch.float64 for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
+        if not any(x.dtype == torch.float64 for x in tensors):
+            WIDENED.append(name)
     given = {id(x.inner): x for x in residents}  # in place, or `out=`
 
     def outside(x):

@@ -14,6 +14,8 @@ from tiny_hosts import tiny_host
 from transformers.utils import logging
 
 from tnt_hf.conversion import inject
+from tnt_hf.conversion.sensitivity import window_errors
+from tnt_hf.recipes.evaluation_perplexity import Rows, token_losses
 
 
 ROWS = tokens(2, 40)
@@ -94,6 +96,18 @@ def waits(mode: str, hooked: bool = False) -> None:
     assert not accelerator.READ, f"decoding reads {accelerator.READ}"
 
 
+@torch.no_grad()
+def is_evaluated(mode: str) -> None:
+    """Perplexity, and what a window does to a layer, without a number in float64."""
+    model = (tiny_model(**MODES[mode]) if mode in MODES else tiny_host("llama", torch.float32)).float().to("gpu")
+    accelerator.WIDENED.clear()
+    [losses] = token_losses(model, Rows([ROWS[0]], [0]), 1)
+    assert losses.dtype == torch.float64 and losses.device.type == "cpu"
+    if mode not in MODES:
+        assert max(window_errors(model, ROWS.to("gpu"), 8)) > 0
+    assert not accelerator.WIDENED, accelerator.WIDENED
+
+
 def notices(_: str) -> None:
     """That a CPU tensor is among a device's: the rest proves nothing otherwise."""
     try:
@@ -116,6 +130,7 @@ ASKED = {
     "generate without a cache": partial(generates, use_cache=False),
     "go on": goes_on,
     "wait for no value": waits,
+    "is evaluated": is_evaluated,
     "notice what is elsewhere": notices,
 }
 if find_spec("accelerate"):

@@ -1,8 +1,11 @@
 """A conversion's folder: where it is, what it holds beside the model, and that all of it has reached the disk."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,37 @@ def test_all_that_a_conversion_writes_is_on_the_disk(tmp_path, source, monkeypat
     result = convert_checkpoint(source, tmp_path / "results" / "one", progress=False, link=link)
     paths = [result.parent, result, *(x for x in result.rglob("*") if x.stat().st_nlink == 1 or x.is_dir())]
     assert [path.name for path in paths if path.stat().st_ino not in flushed] == []
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.EIO])
+def test_a_file_system_that_flushes_no_folders_is_as_good(tmp_path, source, monkeypatch, code):
+    """Some of networks and of virtual machines say so; other errors are errors."""
+    real = os.fsync
+
+    def fsync(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            convert_checkpoint(source, tmp_path / "result", progress=False)
+    else:
+        assert check_manifest(convert_checkpoint(source, tmp_path / "result", progress=False)) == []
+
+
+def test_a_file_system_without_locks_is_named_and_nothing_is_left(tmp_path, source, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    (dead := tmp_path / ".result.tnt-partial-dead").mkdir()
+    (dead / LOCK).touch()  # which may be another run's
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for _ in range(2):
+        with pytest.raises(OSError, match="output='.*result'.* locks no files .Function not.*; choose another"):
+            convert_checkpoint(source, tmp_path / "result", progress=False)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [dead.name, "source"]
 
 
 def test_a_replacement_that_was_done_leaves_an_old_folder_to_remove(tmp_path, source):

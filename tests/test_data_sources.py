@@ -1,5 +1,6 @@
 """Data of a run: sources and formats, splits and held-out parts, the cache of tokens, errors that name the place."""
 
+import errno
 import gzip
 import json
 import multiprocessing
@@ -10,6 +11,7 @@ from datetime import datetime
 from itertools import islice
 
 import datasets
+import filelock
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -373,6 +375,20 @@ def slow_write(folder):
     StoreWriter(folder / "train", 300, with_mask=False).close()
     (folder.parent / f"made by {os.getpid()}").touch()
     time.sleep(0.3)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_cache_that_is_another_users_is_read(cache, monkeypatch, code):
+    """As one of a group, or on a disk that is mounted to be read."""
+
+    def acquire(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    made = cached_store("one", "train", slow_write).folder
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    assert cached_store("one", "train", slow_write).folder == made
+    with pytest.raises(OSError, match="cannot be written.*HF_DATASETS_CACHE names another cache.*two"):
+        cached_store("two", "train", slow_write)
 
 
 def test_what_a_killed_process_left_is_removed(cache):
