@@ -155,7 +155,9 @@ def get_tptt_model(
         raise ValueError(f"lora={type(lora).__name__}: must be a dict of LoraConfig's fields or None.")
     _check_overrides(lora)
     if isinstance(base, (str, os.PathLike)):
-        base = language_model(AutoModelForCausalLM.from_pretrained(base, **kwargs))
+        name, base = base, language_model(AutoModelForCausalLM.from_pretrained(base, **kwargs))
+        if getattr(base.config, "tnt_injection", None) is not None:
+            raise ValueError(f"base={str(name)!r}: holds a memory, which would be lost; load it with load_injected.")
     elif kwargs:
         raise ValueError(f"{', '.join(kwargs)}: only for a base that is loaded here, not a {type(base).__name__}.")
     check_no_adapters(base)

@@ -120,7 +120,11 @@ def front_matter(folder: Path) -> dict[str, Any]:
         found = yaml.safe_load(match[1]) if match else None
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}  # a card nobody can read says nothing about the licence
-    return found if isinstance(found, dict) else {}
+    found = found if isinstance(found, dict) else {}
+    if "language" in found:  # YAML takes Norwegian's code for a truth value
+        said = found["language"]
+        found["language"] = ["no" if x is False else x for x in said] if isinstance(said, list) else said or "no"
+    return found
 
 
 def command_line(conversion: dict[str, Any], name: str) -> str:

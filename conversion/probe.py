@@ -1,5 +1,6 @@
 """Which layers a window would hurt: the source measured on a text, before it is converted."""
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,8 @@ def measure_window(
     say(f"probe       {ids.shape[1]:,} tokens, {behind:,} of them behind a window of {window}{warning}")
     with torch.inference_mode():
         errors = window_errors(model.eval(), ids, window, print_progress if progress else None)
+        if strange := [layer for layer, error in enumerate(errors) if not math.isfinite(error)]:
+            raise ValueError(f"probe: the window error of layer {strange[0]} is no number; the source overflows")
         return errors, loss_increases(model, ids, window) if choosing else None
 
 

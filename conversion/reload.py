@@ -107,11 +107,11 @@ def load_injected(
     if adapter is None:
         if not isinstance(base, (str, os.PathLike)):
             raise ValueError(f"adapter=None: needs a folder or Hub id as base, not {type(base).__name__}.")
-        folder = _locate(base, revision)
+        folder = _locate(base, revision, kwargs)
         if not (folder / ADAPTER_CONFIG).is_file():
             return _load_whole(folder, str(base), injection, kwargs)
         base, adapter = None, base
-    config, settings, folder = _read_adapter(adapter, revision)
+    config, settings, folder = _read_adapter(adapter, revision, kwargs)
     if injection is not None:
         _compare(settings or injection.to_dict(), injection.to_dict(), str(adapter), "injection")
         settings = injection.to_dict()
@@ -192,13 +192,15 @@ def _auto_class(config: PreTrainedConfig, name: str) -> type:
 # ------------------------------------------------------------------------------------------------------------ adapters
 
 
-def _read_adapter(adapter: str | os.PathLike, revision: str | None) -> tuple[Any, dict[str, Any] | None, Path]:
+def _read_adapter(
+    adapter: str | os.PathLike, revision: str | None, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any] | None, Path]:
     """The adapter's config, the settings of its injection (`None`: it names none) and its folder."""
     from peft import LoraConfig
 
     from .adapters import InjectedLoraConfig
 
-    folder = _locate(adapter, revision)
+    folder = _locate(adapter, revision, kwargs)
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(f"adapter={str(adapter)!r}: has no {ADAPTER_CONFIG}.")
     if not (folder / ADAPTER_WEIGHTS).is_file():
@@ -223,10 +225,10 @@ def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs
         raise ValueError(f"base=None: adapter {adapter!r} does not name its base model; pass it.")
     revision = config.revision if base is None else None
     try:
-        check_reachable(name)
+        check_reachable(name, **_of_the_hub(kwargs))
         with _named(name):
             found = AutoConfig.from_pretrained(
-                name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code")
+                name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code"), **_of_the_hub(kwargs)
             )
     except (OSError, ValueError) as error:
         hint = "" if base else "; pass base, or correct base_model_name_or_path in its adapter_config.json"
@@ -234,7 +236,7 @@ def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs
             f"base={name!r}: the base model of adapter {adapter!r} cannot be loaded: {error}{hint}"
         ) from error
     if hasattr(found, "tnt_injection"):
-        return _load_whole(_locate(name, None if Path(name).is_dir() else revision), name, None, kwargs)
+        return _load_whole(_locate(name, None if Path(name).is_dir() else revision, kwargs), name, None, kwargs)
     auto = AutoModelForCausalLM if config.task_type in (None, "CAUSAL_LM") else _auto_class(found, name)
     if auto is AutoModelForCausalLM and config.task_type in HEADS:
         raise ValueError(
@@ -337,16 +339,21 @@ def _compare(saved: dict[str, Any], other: dict[str, Any], name: str, field: str
         )
 
 
-def _locate(name: str | os.PathLike, revision: str | None) -> Path:
+def _of_the_hub(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in ("token", "cache_dir") if kwargs.get(name) is not None}
+
+
+def _locate(name: str | os.PathLike, revision: str | None, kwargs: dict[str, Any]) -> Path:
     """The folder of a model or adapter; a Hub id is downloaded, in safetensors."""
     path = Path(name)
     if not path.is_dir() and (path.exists() or not HUB_ID.fullmatch(str(name))):
         raise ValueError(f"{str(name)!r}: is neither a folder nor a Hub id.")
-    folder = locate(name, revision)
+    hub = _of_the_hub(kwargs)
+    folder = locate(name, revision, **hub)
     if not path.is_dir() and (folder / ADAPTER_CONFIG).is_file():
         from huggingface_hub import hf_hub_download
 
-        hf_hub_download(str(name), ADAPTER_WEIGHTS, revision=folder.name)
+        hf_hub_download(str(name), ADAPTER_WEIGHTS, revision=folder.name, **hub)
     return folder
 
 

@@ -82,10 +82,10 @@ class Source:
     companions: dict[str, Path]
 
 
-def locate(source: str | os.PathLike, revision: str | None = None) -> Path:
+def locate(source: str | os.PathLike, revision: str | None = None, **hub: Any) -> Path:
     """
     The resolved folder of a checkpoint; a Hub id is downloaded into the Hub's cache: weights in safetensors, JSON and
-    tokenizer files, never code.
+    tokenizer files, never code. hub: `token` and `cache_dir`, if not the usual ones.
 
     Raises:
         FileNotFoundError: neither a folder nor the form of a Hub id. ValueError: no name.
@@ -109,18 +109,18 @@ def locate(source: str | os.PathLike, revision: str | None = None) -> Path:
     texts, cases = ("licen*", "notice*", "use_policy*", "copying*"), (str.lower, str.upper, str.capitalize)
     small += [case(text) for text in texts for case in cases]  # of which TEXTS says what they are
     try:
-        check_reachable(str(source))
-        folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=small))
+        check_reachable(str(source), **hub)
+        folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=small, **hub))
     except OSError as error:  # explains itself in several lines, the first of which may not name the source
         raise OSError(f"source={str(source)!r}: {' '.join(str(error).split())}") from error
     index = folder / INDEX
     # A repository may hold the weights twice, in other layouts; only what the index names is fetched.
     names = {SINGLE, *(read_index(index).values() if index.exists() else ())}
-    snapshot_download(str(source), revision=folder.name, allow_patterns=sorted(names))
+    snapshot_download(str(source), revision=folder.name, allow_patterns=sorted(names), **hub)
     return folder.resolve()
 
 
-def check_reachable(name: str) -> None:
+def check_reachable(name: str, token: str | bool | None = None, cache_dir: str | os.PathLike | None = None) -> None:
     """
     Asks once whether `name` can be read, where the library asks for every file, and again and again if nobody answers.
 
@@ -140,9 +140,9 @@ def check_reachable(name: str) -> None:
         raise FileNotFoundError("no such folder") from None
     if name.startswith("runs/"):  # where training writes
         raise FileNotFoundError("no such folder")
-    if any(isinstance(try_to_load_from_cache(name, file), str) for file in CONFIGS):
+    if any(isinstance(try_to_load_from_cache(name, file, cache_dir=cache_dir), str) for file in CONFIGS):
         return
-    api = HfApi()
+    api = HfApi(token=token)
     try:
         api.model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except (HTTPError, OSError) as error:

@@ -44,6 +44,7 @@ class Staging:
     def __enter__(self) -> "Staging":
         clean_up(self.target, self.say)
         check_target(self.target, self.overwrite)
+        self.made = [path for path in self.target.parents if not path.exists()]
         self.target.parent.mkdir(parents=True, exist_ok=True)
         while not self._own_a_root():
             pass
@@ -63,12 +64,20 @@ class Staging:
         except OSError as error:
             shutil.rmtree(self.root, ignore_errors=True)
             self.lock.close()
+            self._remove_parents()
             reason = f"its file system locks no files ({error.strerror})"
             raise OSError(error.errno, f"output={str(self.target)!r}: {reason}; choose another") from error
 
     def __exit__(self, *exc_info) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
         self.lock.close()
+        self._remove_parents()
+
+    def _remove_parents(self) -> None:
+        """What was made on the way to the target, as long as it is empty."""
+        with suppress(OSError):
+            for path in self.made:
+                path.rmdir()
 
     def commit(self) -> None:
         """Make the folder the target. Whenever the process dies, the target is the old folder or the new one."""

@@ -37,6 +37,7 @@ from .verify_files import (
     check_config,
     check_files,
     check_finite,
+    converted_revision,
     memory_state,
     rounded_to,
     unchanged_positions,
@@ -77,6 +78,7 @@ def verify_conversion(
     dtype: str | None = None,
     seed: int = 0,
     progress: bool = True,
+    revision: str | None = None,
 ) -> dict[str, Any]:
     """
     Compare a converted checkpoint with its source and check what every result promises.
@@ -93,6 +95,7 @@ def verify_conversion(
         dtype: compute in this dtype instead of the one the result was saved in.
         seed: seed for random ids and for the gates opened in the checks.
         progress: show the current step on standard error, if that is a terminal.
+        revision: of a Hub id; by default the commit that was converted.
 
     Returns:
         The report, JSON-serialisable: `"passed"` (bool), `"verdict"`, `"checks"` (one per promise: name, promise,
@@ -105,7 +108,7 @@ def verify_conversion(
     """
     out = Path(output)
     _check_options(out, tokens, report, dtype)
-    folder = locate(source)
+    folder = locate(source, revision or converted_revision(out, str(source)))
     fields = read_json(folder / "config.json")
     source_config = read_source_config(fields)
     found: dict[str, Any] = {"format": FORMAT, "source": str(source), "output": str(output)}

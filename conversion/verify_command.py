@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float64", "float32", "bfloat16", "float16"),
         help="compute in this dtype (default: as saved)",
     )
+    parser.add_argument("--revision", help="of a Hub id (default: the commit that was converted)")
     parser.add_argument("--seed", type=int, default=0, help="seed for random ids and the gates opened in the checks")
     parser.add_argument(
         "--record-digests",
@@ -56,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
         tokens=options.tokens,
         dtype=options.dtype,
         seed=options.seed,
+        revision=options.revision,
     )
     print(as_text(report))
     if options.json is not None:

@@ -102,6 +102,15 @@ def rounded_to(output: Path) -> str | None:
         return None
 
 
+def converted_revision(output: Path, source: str) -> str | None:
+    """The commit of the Hub's `source` that `output` was converted from, if its manifest says so."""
+    try:
+        conversion = read_manifest(output)["conversion"]
+        return conversion["revision"] if conversion["source"] == source and not Path(source).is_dir() else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 def check_files(output: Path) -> tuple[bool, dict[str, Any]]:
     """Every file is as the manifest says."""
     problems = check_manifest(output)

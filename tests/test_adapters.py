@@ -217,3 +217,9 @@ def test_what_is_in_the_memory_alone_gets_no_lora_and_says_so(targets):
     model = tiny_model(torch.float32)
     with pytest.raises(ValueError, match=r"target_modules=.*_(conv|proj)' is inside the memory, which is trained in"):
         lora_config(model, target_modules=targets)
+
+
+def test_a_memory_that_was_saved_is_not_replaced(tmp_path):
+    inject(tiny_host("llama"), OPEN_TNT).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="base='.*': holds a memory, which would be lost; load it with load_injected"):
+        get_tptt_model(tmp_path, OPEN_TNT)

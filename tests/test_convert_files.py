@@ -348,6 +348,16 @@ def test_a_probe_with_nothing_to_measure_or_to_choose_is_refused(tmp_path, case,
     assert not (tmp_path / "result").exists()
 
 
+def test_a_probe_that_overflows_is_named(tmp_path):
+    folder = save_source(tmp_path / "source")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"].fill_(3e38)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tokenizer(folder)
+    with pytest.raises(ValueError, match="probe: the window error of layer 1 is no number; the source overflows"):
+        convert_checkpoint(folder, tmp_path / "result", window=5, probe=TEXT * 9, progress=False)
+
+
 @pytest.mark.parametrize("words, measures", [(6, False), (7, True)])
 def test_behind_the_window_a_probe_needs_a_token_that_predicts_another(tmp_path, source, words, measures):
     with nullcontext() if measures else pytest.raises(ValueError, match="6 tokens, which must be more than window"):

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 import stat
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_source
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from tnt_hf.cli import main
 from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.manifest import check_manifest
+from tnt_hf.conversion.model_card import front_matter
 from tnt_hf.conversion.source import INDEX, read_header, read_source
 from tnt_hf.conversion.staging import LOCK, Staging, target_of
 
@@ -130,3 +133,26 @@ def test_generation_settings_of_their_own_file_win_over_those_of_the_configurati
         (source / name).write_text(json.dumps(settings))
     convert_checkpoint(source, tmp_path / "out", progress=False)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.7
+
+
+def test_folders_on_the_way_to_a_failure_go_with_it(tmp_path, source):
+    shard = sorted(source.glob("*.safetensors"))[-1]
+    tensors = load_file(shard)
+    next(iter(tensors.values())).fill_(math.nan)
+    save_file(tensors, shard, metadata={"format": "pt"})
+    (tmp_path / "there").mkdir()
+    for place in ("new/newer", "there/newer"):
+        with pytest.raises(ValueError, match="nan or infinity"):
+            convert_checkpoint(source, tmp_path / place / "result", progress=False)
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_dir()) == [
+        "source",
+        "there",
+    ]
+
+
+@pytest.mark.parametrize("said, kept", [("no", "no"), ("[en, no]", ["en", "no"]), ("en", "en")])
+def test_norwegian_is_a_language(tmp_path, source, said, kept):
+    (source / "README.md").write_text(f"---\nlanguage: {said}\n---\n")
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    assert front_matter(result)["language"] == kept
+    assert ModelCard.load(result / "README.md").data.language == kept

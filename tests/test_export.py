@@ -240,6 +240,15 @@ def test_a_gap_behind_the_hosts_own_window_was_accepted_with_it():
     assert config.allow_memory_gap and (config.sliding_window, config.local_reset_interval) == (4, 12)
 
 
+def test_a_head_that_was_tied_keeps_its_own_weights(tmp_path):
+    """Trained apart from the embedding it began as; what the library saves and loads keeps them apart, too."""
+    model = inject(tiny_host("llama", tie_word_embeddings=True), OPEN_TNT)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 0.1 * torch.randn_like(model.lm_head.weight))
+    exported = AutoModelForCausalLM.from_pretrained(export_injected(model, tmp_path / "out"))
+    torch.testing.assert_close(exported(tokens(1, 20)).logits, model(tokens(1, 20)).logits)
+    assert not exported.config.tie_word_embeddings and model.config.tie_word_embeddings
+
+
 def test_a_folder_is_no_model_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "llama").mkdir(parents=True)

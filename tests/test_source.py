@@ -9,7 +9,7 @@ import pytest
 from checkpoints import save_source
 from huggingface_hub.errors import HTTPError
 
-from tnt_hf.conversion import source
+from tnt_hf.conversion import load_injected, source
 from tnt_hf.conversion.source import INDEX, check_reachable, inside, locate, read_header, read_source
 
 
@@ -65,6 +65,22 @@ def test_a_name_the_hub_does_not_know(monkeypatch, status):
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", answer)
     with pytest.raises(OSError, match="knows none of that name, or none for you"):
         check_reachable("owner/private")
+
+
+def test_a_token_and_a_cache_of_ones_own(tmp_path, monkeypatch):
+    """They are asked for a model, and for its adapter's base."""
+    asked = []
+
+    def download(name, *, token, cache_dir, **_):
+        asked.append((name, token, cache_dir))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **_: asked.append((name, self.token)))
+    hub = {"token": "hf_mine", "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(ValueError, match="a/b: holds neither"):
+        load_injected("a/b", **hub)
+    assert asked == [("a/b", "hf_mine"), *[("a/b", *hub.values())] * 2]
 
 
 # --- files and links ------------------------------------------------------------------------------------------------

@@ -287,3 +287,19 @@ def test_a_default_probe_crosses_a_reset_that_is_near(reset, length):
 def test_tokens_are_counted(folders):
     with pytest.raises(ValueError, match=r"tokens=29\.0"):
         check(folders[0], folders[1], tokens=29.0)
+
+
+def test_a_hub_id_is_verified_at_the_commit_that_was_converted(folders, tmp_path, monkeypatch):
+    """Also where its main branch has moved on since."""
+    commit = tmp_path / "models--owner--name" / "snapshots" / ("a" * 40)
+    shutil.copytree(folders[0], commit)
+    output, asked = convert_checkpoint(commit, tmp_path / "output", **MEMORY, progress=False), []
+
+    def locate(source, revision=None):
+        asked.append((source, revision))
+        return commit
+
+    monkeypatch.setattr(verify, "locate", locate)
+    for source, options in (("owner/name", {}), ("owner/name", {"revision": "v2"}), ("owner/other", {})):
+        assert verify_conversion(source, output, tokens=16, progress=False, **options)["passed"]
+    assert asked == [("owner/name", "a" * 40), ("owner/name", "v2"), ("owner/other", None)]
