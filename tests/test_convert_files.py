@@ -21,6 +21,7 @@ import torch
 import yaml
 from checkpoints import reload, save_source
 from hub_server import HubServer
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 

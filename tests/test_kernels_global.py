@@ -6,6 +6,7 @@ import pytest
 import torch
 from interpreter import assert_close, in_precision, randoms, run_cases, watch_launches
 from test_memory import everything, leaves, make_inputs, run
+from tiny import later
 
 import tnt_hf.kernels_global_tnt as kernels
 from tnt_hf import memory_tnt
@@ -69,7 +70,7 @@ def compare(monkeypatch, programs=kernels.PROGRAMS, rows=16, bound=None, split=N
     assert_close(*results)
 
 
-GATES = [{}, {"momentum": True}, {"decay": True}, {"momentum": True, "decay": True}]
+GATES = [*later({}, {"momentum": True}, {"decay": True}), {"momentum": True, "decay": True}]
 
 
 @pytest.mark.parametrize("gates", GATES, ids=str)

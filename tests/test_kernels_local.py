@@ -15,7 +15,7 @@ import pytest
 import torch
 from interpreter import run_cases
 from test_memory import assert_same, everything, leaves, make_inputs, run
-from tiny import at_once
+from tiny import at_once, later
 
 from tnt_hf import kernels_global_tnt, kernels_tnt
 from tnt_hf.kernels_choice_tnt import choose, unsupported_scan
@@ -113,7 +113,7 @@ CASES = {
 }  # fmt: skip
 LONG = {
     "two rows in shards", "two rows with gates", "two rows in blocks", "two rows, projected",
-    "128-token chunks in odd pieces",
+    "two rows, read where chunks start", "128-token chunks in odd pieces",
 }  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def case_auto_does_not_choose_the_interpreter():
     assert choose("implementation", "auto", cpu, unsupported_scan, *memory) == "chunk"
 
 
-@pytest.mark.parametrize("read", ["current", "chunk_start"])
+@pytest.mark.parametrize("read", [*later("current"), "chunk_start"])
 def case_bounds_whose_squares_leave_float32(read):
     """A bound that nothing reaches is none, and one that all gradients exceed leaves a key of 0 in peace."""
     tensors, weights, _ = make_inputs(H=1, T=24, K=16, V=16, hidden=16, dtype=torch.float32)
