@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 from tnt_hf.cli import main
 from tnt_hf.conversion import convert_checkpoint, verify_conversion
 from tnt_hf.conversion.manifest import MANIFEST
+from tnt_hf.conversion.verify_report import Report
+from tnt_hf.conversion.verify_tokenizer import check_tokenizer
 from tnt_hf.recipes.data import train_tokenizer
 
 
@@ -99,11 +101,10 @@ def test_the_card_of_a_source_whose_tokenizer_is_elsewhere_starts(tmp_path):
     exec(code.replace('"result"', repr(str(result))), {})
 
 
-def test_code_on_the_hub_is_referred_to(tmp_path, monkeypatch):
+def test_code_on_the_hub_is_referred_to(tmp_path):
     """From there it can be had, and who loads the result decides whether it runs."""
-    source = save_source(tmp_path / "source", vocab_size=300)
+    source = save_source(tmp_path / "models--owner--name" / "snapshots" / ("a" * 40), vocab_size=300)
     with_code(source, tmp_path / "ran")
-    monkeypatch.setattr("tnt_hf.conversion.convert.public_name", lambda folder, source: "owner/name")
     result = convert_checkpoint(source, tmp_path / "result", progress=False)
     fields = json.loads((result / "tokenizer_config.json").read_text())
     assert fields["auto_map"] == {"AutoTokenizer": [None, "owner/name--tokenization_foo.FooTokenizer"]}
@@ -114,11 +115,10 @@ def test_verify_compares_the_ids(tmp_path):
     source = save_source(tmp_path / "source", "mistral", vocab_size=300)
     sentencepiece_like(source, "LlamaTokenizer")
     result = convert_checkpoint(source, tmp_path / "result", progress=False)
-    text = " hi there" * 9
 
     def row() -> dict:
-        report = verify_conversion(source, result, text=text, tokens=16, progress=False)
-        return next(x for x in report["checks"] if x["name"] == "tokenizer")
+        check_tokenizer(source, result, report := Report(lambda step: None))
+        return report.rows[0]
 
     assert row()["status"] == "pass" and row()["measured"]["unlike"] == 0
     (result / "tokenizer_config.json").write_bytes((source / "tokenizer_config.json").read_bytes())

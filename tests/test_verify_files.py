@@ -297,9 +297,10 @@ def test_a_hub_id_is_verified_at_the_commit_that_was_converted(folders, tmp_path
 
     def locate(source, revision=None):
         asked.append((source, revision))
-        return commit
+        raise FileNotFoundError(source)
 
     monkeypatch.setattr(verify, "locate", locate)
     for source, options in (("owner/name", {}), ("owner/name", {"revision": "v2"}), ("owner/other", {})):
-        assert verify_conversion(source, output, tokens=16, progress=False, **options)["passed"]
+        with pytest.raises(FileNotFoundError):
+            verify_conversion(source, output, tokens=16, progress=False, **options)
     assert asked == [("owner/name", "a" * 40), ("owner/name", "v2"), ("owner/other", None)]

@@ -196,7 +196,9 @@ class _Walk(NamedTuple):
         """The states before (behind, in reverse) each chunk `[N, K, K]` and the last ones `[P, K, K]`."""
         K = a.shape[-1]
         # chunks that no program of a dense grid uses are zero rows, and must not meet what memory held before
-        before = (M.new_empty if sum(self.counts) == self.chunks else M.new_zeros)(self.chunks, K, K)
+        empty = M.new_empty if sum(self.counts) == self.chunks else M.new_zeros
+        # as the operand that it is; in reverse it is added to its transpose first
+        before = empty(self.chunks, K, K, dtype=M.dtype if reverse else a.dtype)
         after, columns = torch.empty_like(M), min(K, COLUMNS)
         places = tables(tuple(self.counts), tuple(self.starts), M.device)
         running_sums[(len(M), triton.cdiv(K, columns))](
