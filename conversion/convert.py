@@ -167,6 +167,8 @@ def convert_checkpoint(
         writer = Writer(checkpoint, staging.folder, link, check, progress, say, begun)
         writer.weights(*base_shards(checkpoint, tensors, cast, most), memory)
         writer.companions()
+        if tokenizer.content is not None:
+            writer.text("tokenizer.json", tokenizer.content)
         if tokenizer.fields is not None:
             writer.text(TOKENIZER_CONFIG, json.dumps(tokenizer.fields, indent=2, ensure_ascii=False) + "\n")
         writer.code()

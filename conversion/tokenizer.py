@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 CONFIG = "tokenizer_config.json"
 FIELD = "tokenizer_class"
+MEND = "fix_mistral_regex"
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
@@ -49,12 +50,13 @@ class Settings(NamedTuple):
 
     Attributes:
         named: class for `config.json`, where `tokenizer_config.json` names none.
-        fields: of `tokenizer_config.json`, where it differs from the source's.
+        fields: of `tokenizer_config.json`, where it differs from the source's. content: the same of `tokenizer.json`.
         loads: whether it can be loaded from the result.
     """
 
     named: str | None = None
     fields: dict[str, Any] | None = None
+    content: str | None = None
     loads: bool = False
 
 
@@ -71,18 +73,29 @@ def settings(checkpoint: Source, name: str, model_type: str, say: Callable[[str]
     file = checkpoint.companions.get(CONFIG)
     fields = read_json(file) if file else {}
     named = fields.get(FIELD) or checkpoint.fields.get(FIELD)
-    found, loads = named or family_of(model_type).tokenizer, False
+    found, content, loads = named or family_of(model_type).tokenizer, None, False
+    written = dict(fields)
     if has_tokenizer(checkpoint.folder):
         from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
         try:
-            kind, loads = type(load_tokenizer(checkpoint.folder)), True
+            tokenizer = load_tokenizer(checkpoint.folder)
         except ValueError as error:
             say(f"{error}: its files are copied as they are")
         else:
-            if not named or tokenizer_class_from_name(named) is not kind:
-                found = kind.__name__
-    written = dict(fields)
+            loads = True
+            if not named or tokenizer_class_from_name(named) is not type(tokenizer):
+                found = type(tokenizer).__name__
+            # Set where the library found a Mistral's wrong pattern, which it mends in a Mistral's folder alone.
+            mended = getattr(getattr(tokenizer, "backend_tokenizer", None), MEND, None)
+            if mended:
+                content = tokenizer.backend_tokenizer.to_str(pretty=True)
+                written.pop(MEND, None)
+            elif mended is False:
+                say(
+                    f"{MEND}=True, which transformers asks for, does nothing for the result: to have it, load the"
+                    " tokenizer from the source with it and save it into the result"
+                )
     if "auto_map" in fields:
         written["auto_map"] = _of_the_hub(name, fields["auto_map"]) if HUB_ID.fullmatch(name) else None
         if written["auto_map"] is None:
@@ -91,7 +104,7 @@ def settings(checkpoint: Source, name: str, model_type: str, say: Callable[[str]
         loads = loads or "auto_map" in written
     if fields.get(FIELD):
         written[FIELD] = found
-    return Settings(None if fields.get(FIELD) else found, None if written == fields else written, loads)
+    return Settings(None if fields.get(FIELD) else found, None if written == fields else written, content, loads)
 
 
 def _of_the_hub(name: str, places: Any) -> Any:

@@ -8,12 +8,13 @@ import json
 
 import pytest
 from checkpoints import save_source
+from tiny import later
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer
 
 from tnt_hf.cli import main
 from tnt_hf.conversion import convert_checkpoint, verify_conversion
-from tnt_hf.conversion.manifest import MANIFEST
+from tnt_hf.conversion.manifest import MANIFEST, check_manifest
 from tnt_hf.conversion.verify_report import Report
 from tnt_hf.conversion.verify_tokenizer import check_tokenizer
 from tnt_hf.recipes.data import train_tokenizer
@@ -49,7 +50,10 @@ FILES = {"pieces": sentencepiece_like, "bytes": of_bytes}
 
 
 def ids(folder) -> list:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return ids_of(AutoTokenizer.from_pretrained(folder))
+
+
+def ids_of(tokenizer) -> list:
     return [(tokenizer(text)["input_ids"], tokenizer.decode(tokenizer(text)["input_ids"])) for text in TEXTS]
 
 
@@ -61,6 +65,29 @@ def test_the_ids_are_the_source_s(tmp_path, model_type, files):
         FILES[files](source, named)
         result = convert_checkpoint(source, tmp_path / "result", progress=False, overwrite=True)
         assert ids(result) == ids(source), named
+
+
+@pytest.mark.parametrize("flag", [True, *later(None)])
+def test_a_pattern_that_is_mended_for_mistrals_alone(tmp_path, flag):
+    """By their type and an old release in config.json, in large vocabularies."""
+    source, said = save_source(tmp_path / "source", "mistral"), []
+    of_bytes(source, "LlamaTokenizer")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {f"<{i}>": len(vocabulary) + i for i in range(100_001)}
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for name, more in (
+        ("config.json", {"transformers_version": "4.46.0"}),
+        ("tokenizer_config.json", {} if flag is None else {"fix_mistral_regex": flag}),
+    ):
+        (source / name).write_text(json.dumps(json.loads((source / name).read_text()) | more))
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, say=said.append)
+    assert ids(result) == ids(source)
+    if flag:
+        assert ids(source) != ids_of(AutoTokenizer.from_pretrained(source, fix_mistral_regex=False))
+        assert check_manifest(result) == []
+    else:
+        assert any("fix_mistral_regex=True" in line for line in said)
 
 
 def with_code(folder, ran) -> None:
