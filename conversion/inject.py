@@ -77,6 +77,11 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
             f"attn_implementation={implementation!r}: memory can be injected into 'sdpa' or 'eager' attention; call"
             " model.set_attn_implementation('sdpa') first."
         )
+    if base.config.output_attentions:
+        raise ValueError(
+            "config.output_attentions=True: transformers saves no configuration with it but that of 'eager'; set it to"
+            " False and pass output_attentions=True in the call."
+        )
     with torch.device("cpu"):
         memories = _build(attentions, row, config, base, seed)
 

@@ -25,7 +25,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.generic import merge_with_config_defaults
 
 from tnt_hf.cache_name_tnt import CACHE_NAME, take_cache
-from tnt_hf.continuation_tnt import INTERRUPTED, check_batch, check_continuation, check_kept, check_used
+from tnt_hf.continuation_tnt import (
+    INTERRUPTED,
+    check_batch,
+    check_continuation,
+    check_kept,
+    check_used,
+    check_whole_rows,
+)
 from tnt_hf.masks_tnt import document_ids
 from tnt_hf.window_tnt import window_attention, window_of
 
@@ -103,6 +110,7 @@ def enter_model(
         given[ARGUMENT] = MemoryCall(None, None)
         return (), given
     check_kept(module, cache)
+    check_whole_rows()
     settings = {**config.tnt_injection, "disable_adapter": _is_switched_off(injected[0])}
     slots = {attention.layer_idx: attention.memory.state_slots for attention in injected}
     if cache is not None:
@@ -261,8 +269,9 @@ def _inject(kind: str, base: Callable, module: nn.Module, query, key, value, att
     call: MemoryCall | None = kwargs.pop(ARGUMENT, None)
     if call is None:
         raise ValueError(
-            f"attn_implementation={PREFIX + kind!r}: this checkpoint holds an injected memory that was not loaded; use"
-            f" tnt_hf.conversion.load_injected, or pass attn_implementation={kind!r} for the base model alone."
+            f"attn_implementation={PREFIX + kind!r}: this model's memory was not loaded, or never injected; use"
+            f" tnt_hf.conversion.load_injected, or pass attn_implementation={kind!r} for the base model alone, or to"
+            " a trainer that makes a reference of the model's name its ref_model."
         )
     if not is_injected(module) or is_disabled(module):
         return base(module, query, key, value, attention_mask, **kwargs)

@@ -2,17 +2,21 @@
 search went through them: they are refused."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_cache import filled, go_on
 from tiny import tiny_config, tiny_model, tokens
+from tiny_hosts import OPEN_TNT, tiny_host
 from transformers import DynamicCache, StaticCache
 
 from tnt_hf import TNTCache
 from tnt_hf.cache_name_tnt import CACHE_NAME
+from tnt_hf.conversion import inject
 
 
 def interrupted(model, cache, ids, layers, calls: int) -> None:
@@ -329,3 +333,20 @@ def test_a_library_cache_that_starts_over_has_agreed_with_no_mask():
     mask[0, 2] = 0
     with pytest.raises(ValueError, match="but the memory has read"):
         model(ids[:, 10:], attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["sp_size", "cp_size"])
+def test_a_part_of_a_row_is_not_read_as_a_whole_one(monkeypatch, name):
+    """As processes get it that share sequences between them: a memory would begin anew in each part."""
+    ids = tokens(1, 9)
+    refused = [tiny_model(), tiny_model(memory_layers=[]), inject(tiny_host("llama"), OPEN_TNT)]
+    plain = tiny_model(memory_layers=[], sliding_window=None)
+    for sizes in (SimpleNamespace(), SimpleNamespace(sp_size=1, cp_size=1)):
+        monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", sizes)
+        for model in (*refused, plain):
+            model(ids)
+    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", SimpleNamespace(**{name: 2}))
+    for model in refused:
+        with pytest.raises(ValueError, match=f"{name}=2: gives every process a part of a sequence"):
+            model(ids)
+    plain(ids)

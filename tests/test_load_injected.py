@@ -46,6 +46,16 @@ def adapter(source, tmp_path_factory):
     return folder, logits(model)
 
 
+def test_what_could_not_be_saved_is_refused_at_once():
+    """The library's check of a configuration knows eager attention by one name."""
+    host = tiny_host("llama", attn="eager")
+    host.config.output_attentions = True
+    with pytest.raises(ValueError, match="config.output_attentions=True: .* pass output_attentions=True in the call"):
+        inject(host, OPEN_TNT)
+    host.config.output_attentions = False
+    assert len(inject(host, OPEN_TNT)(IDS, output_attentions=True).attentions) == len(host.model.layers)
+
+
 # --- saving and loading ---------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ Axis legend
 Travels with every pushed checkpoint.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -243,6 +244,27 @@ def check_batch(
         )
     if position_ids is not None and tuple(position_ids.shape) not in ((1, length), (batch, length)):
         raise ValueError(f"position_ids has the shape {list(position_ids.shape)}: it must be {[batch, length]}.")
+
+
+def check_whole_rows(config: TNTConfig | None = None) -> None:
+    """
+    config: of a TNT model, which may have no memory and no window.
+
+    Raises:
+        ValueError: accelerate gives each process a part of every row. Attention is told of that by who shards it; a
+            memory, and a window, would begin anew in each part, and nothing but wrong gradients would show it.
+    """
+    if torch.compiler.is_compiling() or (state := sys.modules.get("accelerate.state")) is None:
+        return
+    parallel = state.AcceleratorState._shared_state.get("parallelism_config")
+    for name in ("sp_size", "cp_size"):
+        if (size := getattr(parallel, name, None) or 1) == 1:
+            continue
+        if config is None or {*config.layer_types} != {"full_attention"}:
+            raise ValueError(
+                f"{name}={size}: gives every process a part of a sequence, and a memory or a window would begin anew"
+                " in each; shard rows and weights instead (data parallelism, FSDP)."
+            )
 
 
 def check_mask(cache: Cache, attention_mask: Tensor, past: int) -> None:

@@ -60,6 +60,7 @@ from .continuation_tnt import (
     check_program,
     check_usable,
     check_used,
+    check_whole_rows,
 )
 from .convolution_tnt import TNTCausalConv
 from .frozen_tnt import check_made_of, made_of
@@ -586,6 +587,7 @@ class TNTModel(TNTPreTrainedModel):
             check_continuation(cache, attention_mask, past, T)
             check_program(cache, position_ids)
         check_batch(cache, attention_mask, past, B, T, position_ids)
+        check_whole_rows(self.config)
 
         segment_ids = None
         if cache is None or is_exporting() or not torch.compiler.is_compiling():
