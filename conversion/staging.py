@@ -57,6 +57,9 @@ class Staging:
         self.root = Path(tempfile.mkdtemp(prefix=_prefix(self.target), dir=self.target.parent))
         try:
             self.lock = (self.root / LOCK).open("x")
+        except FileNotFoundError:
+            return False
+        try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.root / LOCK))
         except (FileNotFoundError, BlockingIOError):
