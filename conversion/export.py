@@ -142,7 +142,8 @@ def exported_config(model: PreTrainedModel) -> TNTConfig:
     host = copy.deepcopy(model.config)
     del host.tnt_injection
     # Tied and changed since, a head has a tensor of its own, which the library saves and loads, too.
-    host.tie_word_embeddings &= model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if (head := model.get_output_embeddings()) is not None:
+        host.tie_word_embeddings &= head.weight is model.get_input_embeddings().weight
     plain = tnt_config(host, **fields)
 
     own = [plain.sliding_window if "sliding" in kind else None for kind in plain.layer_types]

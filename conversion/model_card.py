@@ -123,7 +123,8 @@ def front_matter(folder: Path) -> dict[str, Any]:
     found = found if isinstance(found, dict) else {}
     if "language" in found:  # YAML takes Norwegian's code for a truth value
         said = found["language"]
-        found["language"] = ["no" if x is False else x for x in said] if isinstance(said, list) else said or "no"
+        named = ["no" if x is False else x for x in (said if isinstance(said, list) else [said])]
+        found["language"] = named if isinstance(said, list) else named[0]
     return found
 
 

@@ -225,10 +225,10 @@ def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs
         raise ValueError(f"base=None: adapter {adapter!r} does not name its base model; pass it.")
     revision = config.revision if base is None else None
     try:
-        check_reachable(name, **_of_the_hub(kwargs))
+        check_reachable(name, **_hub_options(kwargs))
         with _named(name):
             found = AutoConfig.from_pretrained(
-                name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code"), **_of_the_hub(kwargs)
+                name, revision=revision, trust_remote_code=kwargs.get("trust_remote_code"), **_hub_options(kwargs)
             )
     except (OSError, ValueError) as error:
         hint = "" if base else "; pass base, or correct base_model_name_or_path in its adapter_config.json"
@@ -339,7 +339,7 @@ def _compare(saved: dict[str, Any], other: dict[str, Any], name: str, field: str
         )
 
 
-def _of_the_hub(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _hub_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in ("token", "cache_dir") if kwargs.get(name) is not None}
 
 
@@ -348,7 +348,7 @@ def _locate(name: str | os.PathLike, revision: str | None, kwargs: dict[str, Any
     path = Path(name)
     if not path.is_dir() and (path.exists() or not HUB_ID.fullmatch(str(name))):
         raise ValueError(f"{str(name)!r}: is neither a folder nor a Hub id.")
-    hub = _of_the_hub(kwargs)
+    hub = _hub_options(kwargs)
     folder = locate(name, revision, **hub)
     if not path.is_dir() and (folder / ADAPTER_CONFIG).is_file():
         from huggingface_hub import hf_hub_download

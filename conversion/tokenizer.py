@@ -33,11 +33,16 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         raise ValueError(f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())})") from error
 
 
+def names_code(folder: Path) -> bool:
+    """Whether a tokenizer's files refer to code, their own or of the Hub."""
+    return (file := folder / CONFIG).is_file() and "auto_map" in read_json(file)
+
+
 def can_be_loaded(folder: Path) -> bool:
     """Whether a reader finds a tokenizer in a result, by code that the Hub has if its files refer to that."""
     if not has_tokenizer(folder):
         return False
-    if (file := folder / CONFIG).is_file() and "auto_map" in read_json(file):
+    if names_code(folder):
         return True
     try:
         return load_tokenizer(folder) is not None

@@ -18,7 +18,7 @@ from tnt_hf.conversion.manifest import MANIFEST
 from tnt_hf.conversion.reload import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_injected
 from tnt_hf.conversion.shards import inspect
 from tnt_hf.conversion.source import COMPANIONS, INDEX, TEMPLATES, TEXTS, inside, read_header, read_json, read_source
-from tnt_hf.conversion.tokenizer import load_tokenizer
+from tnt_hf.conversion.tokenizer import load_tokenizer, names_code
 from tnt_hf.recipes.encoding import vocabulary_size
 from tnt_hf.recipes.loading_errors import reading
 from tnt_hf.recipes.model_card_tables import portable, portable_command
@@ -202,7 +202,7 @@ def _check_tokenizer(model: Model) -> list[str]:
     try:
         tokenizer = load_tokenizer(model.folder)
     except ValueError:
-        if "auto_map" not in read_json(model.folder / "tokenizer_config.json"):
+        if not names_code(model.folder):
             raise
         return ["the tokenizer needs code, which is not run here: its ids were not compared with vocab_size"]
     size = model.config.get("vocab_size")

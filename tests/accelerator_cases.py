@@ -4,10 +4,10 @@ line of JSON for each answer, [case, what is wrong or null]."""
 import json
 import sys
 from functools import partial
-from importlib.util import find_spec
 
 import accelerator
 import torch
+from accelerate.hooks import attach_execution_device_hook
 from tiny import MODES, left_padded, tiny_model, tokens
 from tiny_hosts import MODES as INJECTED
 from tiny_hosts import tiny_host
@@ -81,8 +81,6 @@ def waits(mode: str, hooked: bool = False) -> None:
     """For no value: a step of training, and a token behind a prompt. hooked: as `device_map="auto"` leaves a model."""
     model, ids = pair(mode)[1], ROWS.to("gpu")
     if hooked:
-        from accelerate.hooks import attach_execution_device_hook
-
         attach_execution_device_hook(model, torch.device("gpu:0"))
     accelerator.READ.clear()
     out = model(input_ids=ids, labels=ids)
@@ -130,11 +128,10 @@ ASKED = {
     "generate without a cache": partial(generates, use_cache=False),
     "go on": goes_on,
     "wait for no value": waits,
+    "wait for no value, with hooks": partial(waits, hooked=True),
     "is evaluated": is_evaluated,
     "notice what is elsewhere": notices,
 }
-if find_spec("accelerate"):
-    ASKED["wait for no value, with hooks"] = partial(waits, hooked=True)
 # an injected memory has no static cache
 OURS = {"generate, static cache": partial(generates, cache_implementation="static", disable_compile=True)}
 

@@ -150,7 +150,7 @@ def test_folders_on_the_way_to_a_failure_go_with_it(tmp_path, source):
     ]
 
 
-@pytest.mark.parametrize("said, kept", [("no", "no"), ("[en, no]", ["en", "no"]), ("en", "en")])
+@pytest.mark.parametrize("said, kept", [("no", "no"), ("[en, no]", ["en", "no"]), ("en", "en"), ("", None)])
 def test_norwegian_is_a_language(tmp_path, source, said, kept):
     (source / "README.md").write_text(f"---\nlanguage: {said}\n---\n")
     result = convert_checkpoint(source, tmp_path / "result", progress=False)

@@ -249,6 +249,11 @@ def test_a_head_that_was_tied_keeps_its_own_weights(tmp_path):
     assert not exported.config.tie_word_embeddings and model.config.tie_word_embeddings
 
 
+def test_a_base_without_a_head_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="is not in both the injected model and its TNT form"):
+        export_injected(inject(tiny_host("llama").model, OPEN_TNT), tmp_path / "out")
+
+
 def test_a_folder_is_no_model_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "llama").mkdir(parents=True)
