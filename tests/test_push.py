@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from model_folders import LEFT_BEHIND, VOCABULARY, leave_behind, save_run, save_tokenizer
 from safetensors.torch import load_file, save_file
 from test_hub import finish, start
+from tiny import tiny_model
 from tiny_hosts import tiny_host
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -197,6 +198,18 @@ def test_an_edited_card_is_kept_on_both_sides(run, hub, tmp_path):
     push(folder, "user/books", say=(said := []).append)
     assert hub.files("user/books")[1]["README.md"].endswith(b"browser\n")
     assert any("edited in the repository" in line for line in said)
+
+
+def test_a_tokenizer_s_code_is_not_run(hub, tmp_path):
+    """As where a conversion refers to the source's on the Hub: who loads it decides."""
+    folder, said = tmp_path / "hybrid", []
+    tiny_model(vocab_size=VOCABULARY).save_pretrained(folder)
+    save_tokenizer(folder)
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    fields |= {"tokenizer_class": "Foo", "auto_map": {"AutoTokenizer": [None, "owner/name--tokenization_foo.Foo"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    push(folder, "user/hybrid", say=said.append)
+    assert any("the tokenizer needs code, which is not run here" in line for line in said)
 
 
 def test_a_conversion_is_verified_after_it_was_pushed(hub, tmp_path):
