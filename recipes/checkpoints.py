@@ -154,7 +154,7 @@ def delete_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, bes
     complete = [path for path in checkpoints(output_dir) if fault(path) is None]
     old = [path for path in complete[:-1] if best is None or path.resolve() != Path(best).resolve()]
     old = old[: max(len(complete) - limit, 0)]
-    needed = set() if best is None else {_best_of(path) for path in complete if path not in old}
+    needed = set() if best is None else {best_of(path) for path in complete if path not in old}
     for path in Path(output_dir).glob(f"{DELETED}*"):
         path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
     for path in old:
@@ -170,11 +170,12 @@ def delete_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, bes
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _best_of(checkpoint: Path) -> str:
-    """The name of the checkpoint that was the best so far when this one was saved."""
+def best_of(checkpoint: Path) -> str | None:
+    """The name of the checkpoint that was the best so far when this one was saved, if there was one: what an
+    evaluation without a checkpoint found to be better does not count."""
     state = checkpoint / "trainer_state.json"
-    step = json.loads(state.read_text(encoding="utf-8")).get("best_global_step") if state.is_file() else None
-    return f"checkpoint-{step}"
+    best = json.loads(state.read_text(encoding="utf-8")).get("best_model_checkpoint") if state.is_file() else None
+    return best and Path(best).name
 
 
 # ------------------------------------------------------------------------------------------------------- the same run

@@ -76,6 +76,8 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
         refuse("accelerator_config", "settings are written down with the run: give what the file says, as a mapping")
     if (accelerator or {}).get("split_batches"):
         refuse("accelerator_config", "split_batches would divide the batch of one device among all")
+    if not (accelerator or {}).get("use_seedable_sampler", True):
+        refuse("accelerator_config", "without use_seedable_sampler a run that goes on would read other rows")
     if value("remove_unused_columns"):
         refuse("remove_unused_columns", "would remove what tells filler from tokens; data is prepared for its mode")
     if value("dataloader_persistent_workers") and not value("dataloader_num_workers"):

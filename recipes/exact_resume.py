@@ -21,11 +21,13 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerState
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging as hf_logging
 
 from tnt_hf.conversion.files import naming
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule
 from tnt_hf.recipes.checkpoints import (
+    best_of,
     callback_settings,
     check_checkpoint,
     check_same_run,
@@ -57,6 +59,18 @@ def own_class(model: nn.Module):
         yield
     finally:
         model.__class__ = sharded
+
+
+class SeededLengthGroupedSampler(LengthGroupedSampler):
+    """The library's draws from the global random state, which a run that goes on has only after its first batches."""
+
+    def __init__(self, seed: int, *args, **kwargs):
+        super().__init__(*args, generator=torch.Generator(), **kwargs)
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator.manual_seed(self.seed + epoch)
 
 
 class ResumableTrainer(Trainer):
@@ -162,6 +176,13 @@ class ResumableTrainer(Trainer):
         self.state.is_world_process_zero = self.is_world_process_zero()
         return True
 
+    def _get_train_sampler(self, train_dataset=None):
+        sampler = super()._get_train_sampler(train_dataset)
+        if type(sampler) is LengthGroupedSampler:
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            return SeededLengthGroupedSampler(seed, sampler.batch_size, lengths=sampler.lengths)
+        return sampler
+
     def _run_epoch(self, *args, **kwargs):
         if not self._started:
             self._restore_progress()
@@ -191,9 +212,10 @@ class ResumableTrainer(Trainer):
         Raises:
             ValueError: it is to be loaded at the end, and is not complete, or not there any more.
         """
-        best = folder / f"checkpoint-{self.state.best_global_step}"
-        if not self.state.best_global_step or (not self.args.load_best_model_at_end and not best.is_dir()):
+        name = best_of(self._resumed)
+        if name is None or (not self.args.load_best_model_at_end and not (folder / name).is_dir()):
             return
+        best = folder / name
         try:
             check_checkpoint(best, intact=best != self._resumed)  # which has just been read
         except ValueError as error:
@@ -229,6 +251,9 @@ class ResumableTrainer(Trainer):
                 "last_logged": self._globalstep_last_logged,
                 "seconds": time.perf_counter() - self._begun,
             }
+            folder.mkdir(
+                parents=True, exist_ok=True
+            )  # only one process has made it where nothing but the model is saved
             (folder / self._progress_file()).write_text(json.dumps(progress), encoding="utf-8")
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
@@ -236,6 +261,27 @@ class ResumableTrainer(Trainer):
         if self.args.should_save:  # a failure of this costs no checkpoint
             with self.off_the_clock():
                 delete_old_checkpoints(self.folder, limit, self.state.best_model_checkpoint)
+
+    def _finalize_training(self, *args, **kwargs):
+        """As in the library, which with `save_total_limit=1` would delete the newest checkpoint beside the best."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+
+    def save_model(self, output_dir=None, _internal_call=False) -> None:
+        """As `Trainer`. What FSDP shards is saved whole, also where its checkpoints are shards (SHARDED_STATE_DICT),
+        of which the library would save none."""
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled and not _internal_call else None
+        kind = None if plugin is None else plugin.state_dict_type
+        try:
+            if plugin is not None:
+                plugin.set_state_dict_type("FULL_STATE_DICT")
+            super().save_model(output_dir, _internal_call)
+        finally:
+            if plugin is not None:
+                plugin.set_state_dict_type(kind)
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         config, bars = getattr(self.model, "config", None), hf_logging.is_progress_bar_enabled()

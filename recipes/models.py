@@ -29,6 +29,7 @@ from tnt_hf.recipes.memory_statistics import all_closed
 from tnt_hf.recipes.model_folder import file_of
 from tnt_hf.recipes.objectives import attention_modules, with_memory
 from tnt_hf.recipes.optimization import kind_of
+from tnt_hf.recipes.recipe_file import Recipe
 
 
 def load_tokenizer(model: ModelArguments, texts: Callable[[], Any]) -> Any:
@@ -350,6 +351,20 @@ def _refuse_fields(name: str, model: ModelArguments, injected: bool) -> None:
         raise ValueError(
             f"model_config.{field}={json.dumps(value)}: {name!r} is not a TNT model, only those take fields"
         )
+
+
+def check_packed_rows(recipe: Recipe, evaluates: bool, *models: nn.Module | None) -> None:
+    """Raises `ValueError` where the library's flash attention would see all documents of a row as one: it is told
+    them by `position_ids`, which it reads of a single row only."""
+    sizes = ("per_device_train_batch_size", *["per_device_eval_batch_size"] * evaluates)
+    for model in models if recipe.data.packing else ():
+        kind = "" if model is None else str(model.config.get_text_config()._attn_implementation)
+        for name in sizes if "flash" in kind else ():
+            if (rows := getattr(recipe.training, name)) > 1:
+                raise ValueError(
+                    f"{name}={rows}: {kind!r} keeps packed documents apart in one row at a time; take 1 (longer rows,"
+                    " gradient_accumulation_steps), packing: false, or attn_implementation: sdpa"
+                )
 
 
 def _check_sizes(model: nn.Module, tokenizer: Any, sequence_length: int) -> None:

@@ -34,7 +34,7 @@ def push(
     Args:
         folder: a saved TNT model, a model with an injected memory, or an adapter.
         repo: `owner/name` on the Hub; created if it does not exist.
-        private: make it private, if it is created here.
+        private: make it private, if it is created here; otherwise it is what its owner's are by default.
         revision: the branch to commit to; created if it does not exist.
         message: the commit message.
         dry_run: only check and list: no network, and nothing is written.
@@ -128,7 +128,7 @@ def _upload(operations: list, repo: str, private: bool, revision: str, message: 
 
     api = HfApi()
     try:
-        api.create_repo(repo, private=private, exist_ok=True)
+        api.create_repo(repo, private=private or None, exist_ok=True)  # None: as its owner has set
         if revision != "main":
             api.create_branch(repo, branch=revision, exist_ok=True)
         names = {operation.path_in_repo for operation in operations}
@@ -169,7 +169,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", metavar="OUT", help="folder of a saved model or adapter")
     parser.add_argument("repo", metavar="REPO", help="owner/name on the Hub; created if it does not exist")
-    parser.add_argument("--private", action="store_true", help="make the repository private, if it is created here")
+    parser.add_argument(
+        "--private", action="store_true", help="private if it is created here; without, as its owner has set"
+    )
     parser.add_argument("--revision", default="main", metavar="BRANCH", help="branch to commit to (default: main)")
     parser.add_argument("--message", metavar="TEXT", help="commit message (default: Upload OUT)")
     parser.add_argument("--dry-run", action="store_true", help="only check and list: no network, nothing is written")

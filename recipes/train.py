@@ -134,7 +134,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
 
     from tnt_hf.recipes.checkpoints import check_checkpoint
     from tnt_hf.recipes.model_card_tables import portable, portable_command
-    from tnt_hf.recipes.models import build_model, load_tokenizer
+    from tnt_hf.recipes.models import build_model, check_packed_rows, load_tokenizer
     from tnt_hf.recipes.objectives import OBJECTIVES
     from tnt_hf.recipes.optimization import parameter_groups, run_steps
     from tnt_hf.recipes.recipe_file import read_recipe
@@ -189,6 +189,7 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
         )
     if args.use_liger_kernel and model.config.model_type == "tnt":
         raise ValueError("use_liger_kernel=True: liger-kernel has nothing for models of type 'tnt'")
+    check_packed_rows(recipe, data.eval is not None, model, teacher)
     for callback in callbacks:
         callback.check(model)
     groups = parameter_groups(

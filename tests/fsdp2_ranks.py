@@ -1,14 +1,16 @@
 """A run whose weights FSDP2 shards over two processes, killed and continued, beside the same run in one process.
 
 Usage: fsdp2_ranks.py FOLDER. Leaves FOLDER/alone, FOLDER/sharded (begun, killed, continued) and FOLDER/whole (the same
-without the kill); FOLDER/thin, of three processes, one of which has none of the two heads of a memory; and
-FOLDER/align_alone and FOLDER/align, whose loss is of activations and not of the model's output.
+without the kill); FOLDER/shards, the same with checkpoints in shards, and continued from one; FOLDER/thin, of three
+processes, one of which has none of the two heads of a memory; and FOLDER/align_alone and FOLDER/align, whose loss is
+of activations and not of the model's output.
 
 Accelerate leaves FSDP out where there is no accelerator. Here it is told that CPUs are enough, as they are for torch.
 """
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -52,6 +54,11 @@ def sharded(folder: Path, **options) -> None:
     assert type(run.model).__name__ == "FSDPTNTForCausalLM"  # otherwise this has shown nothing
 
 
+def in_shards(folder: Path) -> None:
+    OPTIONS["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
+    sharded(folder)
+
+
 def align(folder: Path, begin=lambda: None, **options) -> None:
     begin()
     run = trainer(folder, max_steps=2, logging_steps=1, **CALM, **options)
@@ -66,6 +73,10 @@ def main(folder: Path) -> None:
     assert ranks(lambda rank: sharded(folder / "whole")) == [0, 0]
     assert any(map(was_killed, ranks(lambda rank: sharded(folder / "sharded", more=[Die(5, "step")] if rank else []))))
     assert ranks(lambda rank: sharded(folder / "sharded")) == [0, 0]
+    assert ranks(lambda rank: in_shards(folder / "shards")) == [0, 0]
+    shutil.rmtree(folder / "shards" / "checkpoint-8")
+    (folder / "shards" / "model.safetensors").unlink()
+    assert ranks(lambda rank: in_shards(folder / "shards")) == [0, 0]
     thin = {"data": samples(24), "per_device_eval_batch_size": 1, "max_steps": 2}
     assert ranks(lambda rank: sharded(folder / "thin", **thin), 3) == [0, 0, 0]
     assert in_a_child(lambda: align(folder / "align_alone")) == 0

@@ -21,8 +21,8 @@ class HubServer(ThreadingHTTPServer):
     """Serves on a free port of 127.0.0.1 from a background thread; use as a context manager.
 
     Attributes: `endpoint` (str), `commits` (repo id -> list of (sha, {path: bytes}), oldest first; a branch has a list
-    of its own under "repo id@branch"), `messages` (of commits), `private` (repo ids), `is_full` (uploads of large
-    files are refused), `requests` and `unknown` (lists of "METHOD path").
+    of its own under "repo id@branch"), `messages` (of commits), `visibility` (asked for, by repo id), `is_full`
+    (uploads of large files are refused), `requests` and `unknown` (lists of "METHOD path").
     """
 
     daemon_threads = True
@@ -32,7 +32,7 @@ class HubServer(ThreadingHTTPServer):
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
         self.commits: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
         self.messages: list[str] = []
-        self.private: set[str] = set()
+        self.visibility: dict[str, str | None] = {}
         self.is_full = False
         self.large_files: dict[str, bytes] = {}  # SHA-256 -> content, uploaded but not necessarily committed
         self.requests: list[str] = []
@@ -117,8 +117,7 @@ class HubRequestHandler(BaseHTTPRequestHandler):
         request = json.loads(self.body)
         repo = f"{request.get('organization') or 'user'}/{request['name']}"
         self.server.commits.setdefault(repo, [(hashlib.sha1(repo.encode()).hexdigest(), {})])
-        if request.get("private") or request.get("visibility") == "private":
-            self.server.private.add(repo)
+        self.server.visibility[repo] = request.get("visibility", request.get("private"))
         self.reply(200, {"url": f"{self.server.endpoint}/{repo}", "name": repo, "id": repo})
 
     def create_branch(self, repo: str, branch: str):

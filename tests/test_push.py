@@ -99,7 +99,7 @@ def test_exactly_what_belongs_goes_up_as_one_commit(run, hub, tmp_path, capsys):
     out = capsys.readouterr().out
     _, files = hub.files("user/books")
     assert files.keys() == WEIGHTS | CODE | RESULTS | EVALUATION
-    assert len(hub.commits["user/books"]) == 2 and hub.private == {"user/books"}
+    assert len(hub.commits["user/books"]) == 2 and hub.visibility == {"user/books": "private"}
     for name in files.keys() - {"training.json", "evaluation/evaluation.json"}:
         assert files[name] == (folder / name).read_bytes(), name
     for name in files:
@@ -167,6 +167,7 @@ def test_a_branch_is_made_and_main_is_left_alone(run, hub):
     assert hub.files("user/books")[1] == {}
     assert "model.safetensors" in hub.files("user/books", "stage-2")[1]
     push(run, "user/books", revision="stage-2", message="again", say=lambda line: None)  # it exists now
+    assert hub.visibility == {"user/books": None}, "as its owner has set, which may be private"
 
 
 def test_what_an_earlier_push_left_cannot_be_loaded_with_this_one(run, hub, tmp_path):

@@ -318,6 +318,10 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
             "gradient_checkpointing_kwargs={'reentrant': True}: 'reentrant' must be among use_reentrant, ",
         ),
         ("--accelerator_config.split_batches true", "accelerator_config={'split_batches': True}: split_batches would"),
+        (
+            "--accelerator_config.use_seedable_sampler false",
+            "accelerator_config={'use_seedable_sampler': False}: without use_seedable_sampler a run that goes on",
+        ),
         ("--accelerator_config file.json", "accelerator_config='file.json': settings are written down with the run"),
         ("--remove_unused_columns true", "remove_unused_columns=True: would remove what tells filler from tokens"),
         ("--dataloader_persistent_workers", "dataloader_persistent_workers=True: has no effect without dataloader_nu"),

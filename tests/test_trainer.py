@@ -107,7 +107,7 @@ def test_the_losses_of_several_processes_add_up(tmp_path, monkeypatch):
 def test_the_metrics_are_those_of_the_model_that_is_saved(tmp_path):
     run = trainer(tmp_path, **NO_SAVE)
     run.state.log_history = [{"step": 2, "loss": 1.0, "eval_loss": 2.0}, {"step": 4, "loss": 0.5, "eval_loss": 3.0}]
-    run.state.global_step, run.state.best_global_step = 4, 2
+    run.state.global_step, run.state.best_model_checkpoint = 4, str(tmp_path / "checkpoint-2")
     assert run._metrics() == {"loss": 0.5, "eval_loss": 3.0, "perplexity": math.exp(3)}
     run.args.load_best_model_at_end = True
     assert run._metrics() == {"loss": 1.0, "eval_loss": 2.0, "perplexity": math.exp(2)}

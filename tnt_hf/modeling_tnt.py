@@ -441,6 +441,12 @@ class TNTPreTrainedModel(PreTrainedModel):
         if getattr(self.config, "quantization_config", None) is not None:
             self._keep_in_fp32_modules.add(UNQUANTIZED)  # what the library's quantizers leave alone
 
+    def init_parallel_plans(self):
+        super().init_parallel_plans()
+        # FSDP2 takes one dtype per group, and the library's own group of a gate's float32 tensor would have this in it
+        if self.base_model is self and any(name.endswith("memory.gate.proj") for name, _ in self.named_modules()):
+            self._fsdp_plan["layers.*.memory.gate.proj"] = "free_full_weight"
+
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         plan = super()._get_dtype_plan(dtype)
         plan.pop(UNQUANTIZED, None)  # in half precision it is as wide as the rest
@@ -649,6 +655,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
     """[`TNTModel`] with a language modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: TNTConfig):
         super().__init__(config)

@@ -39,7 +39,8 @@ class TNTInitialWeights(nn.ParameterList):
     __call__ = nn.Module.__call__  # a list of parameters refuses calls
 
     def forward(self) -> list[Tensor]:
-        return list(self)
+        # FSDP2 frees what it gathered as soon as this returns
+        return [w.clone() for w in self] if self._forward_hooks else list(self)
 
 
 class TNTMemoryUnit(nn.Module):

@@ -1,0 +1,96 @@
+"""Settings of the library's Trainer that decide which rows a run reads, which model it keeps and what it reports."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import tiny_model
+from tiny_hosts import tiny_host
+from train_killer import trainer
+
+from tnt_hf.recipes.checkpoints import checkpoints
+from tnt_hf.recipes.models import check_packed_rows
+from tnt_hf.recipes.objectives import next_token
+
+
+# The loss of every evaluation of the first model, 1, 2 ... of the others: the best is that of step 1, which no
+# checkpoint holds.
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 4}
+
+
+def worsening(folder, **settings):
+    run = trainer(folder, **BEST | settings)
+    run.objective = lambda *call: (-next_token(*call)[0], None)
+    return run
+
+
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def is_loaded(run, folder) -> bool:
+    return all(torch.equal(run.model.state_dict()[name], w) for name, w in weights_of(folder).items())
+
+
+def test_the_best_without_a_checkpoint_lends_its_numbers_to_no_other_model(tmp_path):
+    run = worsening(tmp_path, save_steps=2)
+    metrics = run.fit()
+    assert run.state.best_global_step == 1 and is_loaded(run, tmp_path / "checkpoint-4")
+    assert metrics["eval_loss"] == pytest.approx(run.evaluate()["eval_loss"], rel=1e-6)
+    assert json.loads((tmp_path / "training.json").read_text())["metrics"] == metrics
+
+
+def test_a_run_whose_best_has_no_checkpoint_goes_on(tmp_path):
+    whole = worsening(tmp_path, save_steps=2).fit()
+    weights = weights_of(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    assert worsening(tmp_path, save_steps=2).fit() == whole
+    assert all(torch.equal(w, weights[name]) for name, w in weights_of(tmp_path).items())
+
+
+def test_the_newest_checkpoint_stays_beside_the_best(tmp_path):
+    run = worsening(tmp_path, save_steps=1, save_total_limit=1)
+    metrics = run.fit()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-4"]
+    assert is_loaded(run, tmp_path / "checkpoint-1") and run.args.save_total_limit == 1
+    again = worsening(tmp_path, save_steps=1, save_total_limit=1)
+    assert again.fit() == metrics and again.had_ended
+
+
+def test_a_run_that_groups_rows_by_their_length_goes_on_to_the_bit(tmp_path):
+    settings = {"train_sampling_strategy": "group_by_length", "save_steps": 7}  # in the middle of its second epoch
+    trainer(tmp_path, **settings).fit()
+    weights = weights_of(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    trainer(tmp_path, **settings).fit()
+    assert all(torch.equal(w, weights[name]) for name, w in weights_of(tmp_path).items())
+
+
+def test_every_process_writes_its_progress_where_only_the_model_is_saved(tmp_path, monkeypatch):
+    run = trainer(tmp_path, save_only_model=True)
+    run.train_exactly()
+    monkeypatch.setattr(type(run.args), "should_save", False)  # as in every process but the first
+    run.state.global_step = 9
+    run._save_checkpoint(run.model, None)
+    assert [path.name for path in (tmp_path / "checkpoint-9").iterdir()] == ["progress_0.json"]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("make", [lambda: tiny_host("llama"), lambda: tiny_model(torch.float32)])
+def test_flash_attention_reads_packed_documents_apart_in_single_rows_only(make, evaluates):
+    model = make()
+    model.config._attn_implementation = "flash_attention_2"  # which this machine need not have
+    sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2}
+    recipe = SimpleNamespace(data=SimpleNamespace(packing=True), training=SimpleNamespace(**sizes))
+    if evaluates:
+        with pytest.raises(ValueError, match="per_device_eval_batch_size=2: 'flash_attention_2' keeps packed"):
+            check_packed_rows(recipe, evaluates, tiny_host("llama"), model)
+    check_packed_rows(recipe, False, model, None)
+    recipe.training.per_device_train_batch_size = 4
+    with pytest.raises(ValueError, match="per_device_train_batch_size=4: 'flash_attention_2' keeps packed"):
+        check_packed_rows(recipe, evaluates, model, None)
+    recipe.data.packing = False
+    check_packed_rows(recipe, evaluates, model, None)
