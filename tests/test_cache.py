@@ -378,12 +378,13 @@ def test_chunk_sizes_do_not_change_where_the_projection_depends_on_them():
         go_on(model, cache, tokens(1, 1))
 
 
-def test_a_reset_cache_is_empty_for_any_chunk_size():
-    model, ids = tiny_model(), tokens(1, 9)
-    cache = filled(model, tokens(1, 23))
+@pytest.mark.parametrize("name", CACHES)
+def test_a_reset_cache_is_empty_for_any_chunk_size(name):
+    model, ids, make = tiny_model(), tokens(1, 9), CACHES[name]
+    cache = filled(model, tokens(1, 23), make(model))
     cache.reset()
-    model.set_local_chunk_sizes([1, 1])
-    assert torch.equal(go_on(model, cache, ids), go_on(model, TNTCache(model.config), ids))
+    model.set_local_chunk_sizes([1, 1] if name == "ours" else [4, 2])  # which need as much room as [2, 4]
+    assert torch.equal(go_on(model, cache, ids), go_on(model, make(model), ids))
 
 
 def test_one_unchanged_memory_keeps_its_chunk():

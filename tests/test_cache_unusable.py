@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_cache import filled, go_on
 from tiny import tiny_config, tiny_model, tokens
 from tiny_hosts import OPEN_TNT, tiny_host
+from torch.nn.parallel import scatter_gather
 from transformers import DynamicCache, StaticCache
 
 from tnt_hf import TNTCache
@@ -350,3 +351,13 @@ def test_a_part_of_a_row_is_not_read_as_a_whole_one(monkeypatch, name):
         with pytest.raises(ValueError, match=f"{name}=2: gives every process a part of a sequence"):
             model(ids)
     plain(ids)
+
+
+def test_copies_of_a_model_are_told_that_caches_cannot_be_joined(monkeypatch):
+    """nn.DataParallel makes one output of those of its copies, by their class and from an iterator."""
+    monkeypatch.setattr(scatter_gather.Gather, "apply", lambda device, dim, *parts: torch.cat(parts, dim))
+    model = tiny_model()
+    with pytest.raises(ValueError, match="nn.DataParallel cannot join caches: call the model with use_cache=False"):
+        scatter_gather.gather([model(tokens(1, 4)) for _ in range(2)], "cpu")
+    parts = [model(tokens(1, 4), use_cache=False) for _ in range(2)]
+    assert scatter_gather.gather(parts, "cpu").logits.shape[0] == 2

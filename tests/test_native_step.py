@@ -285,6 +285,19 @@ def test_what_is_put_around_a_module_takes_effect(calls, around):
     assert (got[0] - plain[0]).abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("name", ["lr_proj.weight", "lr_proj.bias", "norm_weight", "norm_bias", "weights.0"])
+def test_weights_that_are_no_parameters_are_read(calls, name):
+    """FSDP1 with `use_orig_params=False` gathers them into plain attributes. In that layer torch computes the token;
+    W_init alone is read as it stands."""
+    model = awake(tiny_model(memory_layernorm=True))
+    path, _, last = f"memories.1.{name}".rpartition(".")
+    module = model.model.layers[0].memory.get_submodule(path)
+    vars(module)[last] = module._parameters.pop(last)
+    got, want = decode(model, "native"), decode(model, "chunk")
+    assert len(calls) == STEPS * (1 + name.startswith("weights"))
+    assert_same(got, want)
+
+
 @pytest.mark.parametrize("kind", [TNTGateLinear, TNTRMSNorm])
 @pytest.mark.parametrize("how", ["hook of all modules", "another forward of the class"])
 def test_what_is_put_around_a_class_takes_effect(calls, monkeypatch, kind, how):

@@ -53,7 +53,7 @@ class TNTCache(DynamicCache):
         config ([`TNTConfig`]): configuration of the model the cache is for.
 
     Raises:
-        ValueError: another kind of configuration.
+        ValueError: another kind of configuration; outputs of `nn.DataParallel` that hold a cache.
 
     ```python
     out = model.generate(input_ids, past_key_values=(cache := TNTCache(model.config)))
@@ -67,6 +67,8 @@ class TNTCache(DynamicCache):
     counts_padding = False  # whether padding in front of some of them is known to be counted in their positions
 
     def __init__(self, config: TNTConfig):
+        if hasattr(config, "__next__"):  # what is in the caches of several copies of a model
+            raise ValueError("nn.DataParallel cannot join caches: call the model with use_cache=False.")
         if not hasattr(config, "number_of_conv_states"):
             raise ValueError(f"config={type(config).__name__}: must be the TNTConfig of the model the cache is for.")
         makers = {

@@ -62,8 +62,11 @@ def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None
         )
     if not isinstance(cache, TNTCache):
         if (filled_with := getattr(cache, "filled_with", None)) is None:
-            cache.filled_with = {name: fields[name] for name in FINGERPRINT}
-        elif different := [name for name in FINGERPRINT if filled_with[name] != fields[name]]:
+            filled_with = cache.filled_with = {name: fields[name] for name in FINGERPRINT}
+        different = [name for name in FINGERPRINT if filled_with[name] != fields[name]]
+        if different == ["local_chunk_sizes"] and int(cache.get_seq_length()) == 0:  # it was reset
+            filled_with["local_chunk_sizes"] = fields["local_chunk_sizes"]
+        elif different:
             name = different[0]
             raise ValueError(
                 f"{name}: the cache was filled with {filled_with[name]!r}, the model has {fields[name]!r}; {hint}."
@@ -244,6 +247,18 @@ def check_batch(
         )
     if position_ids is not None and tuple(position_ids.shape) not in ((1, length), (batch, length)):
         raise ValueError(f"position_ids has the shape {list(position_ids.shape)}: it must be {[batch, length]}.")
+
+
+def check_left_to_right(kwargs: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: `is_causal=False`, of the call or the configuration. The library would make masks that show the
+            future, but only where it makes them, and a memory never reads ahead.
+    """
+    if kwargs.get("is_causal") not in (None, True):
+        raise ValueError(
+            f"is_causal={kwargs['is_causal']!r}: a TNT model reads from left to right, and must be causal."
+        )
 
 
 def check_whole_rows(config: TNTConfig | None = None) -> None:

@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    flash_attention_mask,
+)
 
 from .cache_name_tnt import CACHE_NAME
 from .cache_tnt import TNTCache
@@ -20,6 +25,9 @@ from .compiler_tnt import is_exporting
 from .configuration_tnt import TNTConfig
 from .grid_tnt import document_starts
 from .window_tnt import window_of
+
+
+MASKED = ("sdpa", "eager")  # whose masks of a window are made here
 
 
 def build_masks(
@@ -34,8 +42,8 @@ def build_masks(
     tokens, or `None` if all are. (The library's own function makes a full causal one for `"hybrid_sliding"`.) For SDPA
     it is a `Window` where no mask of T T entries is needed.
 
-    Padding between two parts of a conversation takes no room in the window of a [`TNTCache`]; in the library's own
-    caches it does, as in the base models.
+    Padding between two parts of a conversation takes no room in the window of a [`TNTCache`] with SDPA, eager or flash
+    attention; in the library's own caches and other kinds of attention it does, as in the base models.
 
     Raises:
         ValueError: an attention that cannot have persistent tokens or the packed rows, a mask of attention alone where
@@ -49,8 +57,7 @@ def build_masks(
     if T == 1 and not given and not padded and sees_whole_cache(implementation, cache):
         masks["sliding_attention"] = _full_window(config, implementation, cache, inputs_embeds)
         return masks | {"full_attention": None}
-    by_valid_tokens = padded and implementation in ("sdpa", "eager")
-    by_valid_tokens = by_valid_tokens and isinstance(cache, TNTCache | None)
+    by_valid_tokens = padded and counts_valid_tokens(implementation) and isinstance(cache, TNTCache | None)
     in_blocks = implementation == "sdpa" and not given and isinstance(cache, TNTCache | None)
     in_blocks = in_blocks and not (padded and torch.compiler.is_compiling()) and not is_exporting()
     same_document = None
@@ -71,7 +78,11 @@ def build_masks(
             masks[name] = window_of(width, inputs_embeds, cached, segment_ids, P, valid)
             if masks[name] is not None:
                 continue
-        if name == "sliding_attention" and by_valid_tokens:
+        if name == "sliding_attention" and by_valid_tokens and implementation not in MASKED:
+            mask = _keys(attention_mask, T, cached)[1]  # flash attention leaves out the others and counts what is left
+            if not torch.compiler.is_compiling() and bool(mask.all()):
+                mask = None
+        elif name == "sliding_attention" and by_valid_tokens:
             mask = _valid_window_mask(attention_mask, T, cached, config.sliding_window, segment_ids)
             if implementation == "eager":
                 lowest = torch.finfo(inputs_embeds.dtype).min
@@ -97,7 +108,7 @@ def build_masks(
 def _refuse_impossible(
     config: TNTConfig, P: int, implementation: str, attention_mask: Tensor | None, segment_ids: Tensor | None
 ) -> None:
-    if P and implementation not in ("sdpa", "eager"):
+    if P and implementation not in MASKED:
         raise ValueError(
             f"num_persistent_tokens={P} needs attn_implementation 'sdpa' or 'eager', not {implementation!r}."
         )
@@ -128,9 +139,15 @@ def _memory_mask(attention_mask: Tensor | None, T: int, cache: Cache | None) -> 
     return None if bool(valid.all()) else valid
 
 
+def counts_valid_tokens(implementation: str) -> bool:
+    """Whether windows of this kind of attention are of valid tokens, as a [`TNTCache`] keeps them: by a mask of this
+    file, or because it leaves out what is padding. Others have a mask of the library, whose windows count columns."""
+    return implementation in MASKED or ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is flash_attention_mask
+
+
 def sees_whole_cache(implementation: str, cache: Cache | None) -> bool:
     """Whether one token after `cache`, without padding, attends to all keys there are: then it needs no mask."""
-    if torch.compiler.is_compiling() or implementation not in ("sdpa", "eager"):
+    if torch.compiler.is_compiling() or implementation not in MASKED:
         return False
     return isinstance(cache, TNTCache)  # a static one has room for keys that are not there yet
 

@@ -55,6 +55,7 @@ from .continuation_tnt import (
     check_cache,
     check_continuation,
     check_kept,
+    check_left_to_right,
     check_mask,
     check_positions,
     check_program,
@@ -65,7 +66,7 @@ from .continuation_tnt import (
 from .convolution_tnt import TNTCausalConv
 from .frozen_tnt import check_made_of, made_of
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
-from .masks_tnt import build_masks, default_positions, document_ids
+from .masks_tnt import build_masks, counts_valid_tokens, default_positions, document_ids
 from .precision_tnt import cast, rounded, wide
 from .state_tnt import StateLayout
 from .unit_tnt import TNTInitialWeights, TNTMemoryUnit
@@ -246,6 +247,8 @@ class TNTAttention(nn.Module):
             query, key = (apply_rotary_pos_emb(x, *position_embeddings) for x in (query, key))
         if cache is not None:
             # Our own layers use `valid` to keep a window of valid tokens, the library's ignore it.
+            if valid is not None and not counts_valid_tokens(self.config._attn_implementation):
+                valid = None
             key, value = cache.update(key, value, self.layer_idx, valid=valid)
             # The library's sliding layer never drops anything at a window of 1; a full one's mask is for all it keeps.
             if self.sliding_window == 1 and cache.layers[self.layer_idx].is_sliding:
@@ -264,7 +267,8 @@ class TNTAttention(nn.Module):
             attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
                 self.config._attn_implementation, eager_attention_forward
             )
-            options |= {"sliding_window": self.sliding_window, **kwargs}
+            window = self.sliding_window and vars(self.config)["sliding_window"]  # which may have been assigned
+            options |= {"sliding_window": window, **kwargs}
             attn_output, attn_weights = attention_interface(self, query, key, value, attention_mask, **options)
         attn_output = attn_output.reshape(*input_shape, -1).contiguous()
         if self.has_output_gate:
@@ -566,7 +570,8 @@ class TNTModel(TNTPreTrainedModel):
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; a cache that cannot hold a memory; a mask
                 that does not cover the cached tokens; `position_ids` of another shape; packing together with a cache;
-                no `position_ids` after cached tokens that were given their own; a changed number of memories.
+                no `position_ids` after cached tokens that were given their own; a changed number of memories;
+                `is_causal=False`.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             given = "none" if input_ids is None else "both"
@@ -584,6 +589,7 @@ class TNTModel(TNTPreTrainedModel):
             raise ValueError(
                 f"attention_mask has the keys {list(attention_mask)}: make it with create_masks_for_generate."
             )
+        check_left_to_right(kwargs)
         check_made_of(self.config, self.made_of)
         past, layout = 0, StateLayout.of(self.config)
         check_kept(self, cache)

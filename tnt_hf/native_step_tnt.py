@@ -46,15 +46,18 @@ def native_parameters(memory: nn.Module, field: str, value: str, tensors: list[T
         return None
     found = []
     for unit in memory.memories._modules.values():
-        if type(unit) is not TNTMemoryUnit or "gates" in vars(unit):
+        attributes, modules, own = vars(unit), unit._modules, unit._parameters  # a module is slow to ask for them
+        if type(unit) is not TNTMemoryUnit or "gates" in attributes:
             return None
-        modules, own = unit._modules, unit._parameters  # what a module has is slow to ask it for
+        # FSDP1 keeps what it has gathered apart from the parameters
+        if attributes.get("norm_weight") is not None or attributes.get("norm_bias") is not None:
+            return None
         each = []
         for name in GATES:
             gate = modules.get(name)
             if gate is None:
                 each += None, None
-            elif not is_plain(gate, TNTGateLinear, *tensors):
+            elif not is_plain(gate, TNTGateLinear, *tensors) or not gate._parameters.keys() >= {"weight", "bias"}:
                 return None
             else:
                 each += gate._parameters["weight"], gate._parameters["bias"]
