@@ -394,6 +394,7 @@ def test_every_package_folder_is_declared():
     assert declared == on_disk
 
 
+@pytest.mark.long
 def test_the_installed_project_maps_its_folders():
     """`tnt_hf.conversion` and `tnt_hf.recipes` import from wherever the project was installed."""
     code = "import tnt_hf.conversion, tnt_hf.recipes; print(tnt_hf.conversion.__file__, tnt_hf.recipes.__file__)"

@@ -172,7 +172,13 @@ CACHES = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("pads, sample", [(0, False), (3, True)], ids=["greedy", "padded prompt, sampling"])
+@pytest.mark.parametrize(
+    "pads, sample",
+    [
+        pytest.param(0, False, id="greedy", marks=pytest.mark.long),
+        pytest.param(3, True, id="padded prompt, sampling"),
+    ],
+)
 @few_modes
 def test_a_batch_goes_on_whose_rows_ended_one_by_one(changes, pads, sample):
     """`generate` feeds padding to rows that have ended, which is not part of their conversation."""
@@ -201,7 +207,7 @@ def test_rows_end_one_by_one_in_a_compiled_model(layer_types):
 
 @pytest.mark.parametrize(
     "layer_types",
-    [*later(None), ["full_attention"] * 2],
+    later(None, ["full_attention"] * 2),
     ids=["window", "full attention"],
 )
 def test_a_static_cache_is_decoded_from_in_one_graph(layer_types):

@@ -6,7 +6,7 @@ Axis legend: B batch   P programs   K key width   V value width   D head width
 
 import pytest
 import torch
-from tiny import later, tiny_model, tokens
+from tiny import tiny_model, tokens
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import StaticCache
@@ -199,12 +199,13 @@ def test_a_program_keeps_the_products():
     assert any("bmm" in str(n.target) for n in program.graph.nodes)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "changes",
     [
         {"memory_projections": "own", "memory_depth": 1, "memory_feature_map": "quadratic", "qk_projection": "none"},
-        *later({"memory_projections": "shared"}),
+        {"memory_projections": "shared"},
     ],
 )
 def test_a_token_calls_the_library_for_its_projections_alone(changes):

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("form")
     [(), *later(("momentum",), ("decay",)), ("momentum", "decay")],
     ids=str,
 )
-@pytest.mark.parametrize("keep_ratio, block_elements", [(0, 50), (0, 1 << 17), (1e9, 50)])
+@pytest.mark.parametrize(
+    "keep_ratio, block_elements", [(0, 50), pytest.param(0, 1 << 17, marks=pytest.mark.long), (1e9, 50)]
+)
 def test_every_way_back_to_a_chunks_weights(monkeypatch, keep_ratio, block_elements, gates, grad_bound):
     """States kept, undone or replayed, in blocks of one chunk or many: the same gradients."""
     monkeypatch.setattr(plan_tnt, "KEEP_RATIO", keep_ratio)

@@ -244,7 +244,8 @@ def elsewhere(cache: Path, first: str = "", **environment) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", *later("false", "foreign")])
+@pytest.mark.long
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "foreign"])
 def test_without_a_compiler_it_is_torch_and_says_so_once(tmp_path, compiler):
     (tmp_path / "bin").mkdir()  # where no `cc` is either
     (tmp_path / "bin" / "false").symlink_to("/bin/false")

@@ -7,7 +7,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from tiny import MODES, left_padded, tiny_model, tokens
+from tiny import FEW, MODES, at_once, left_padded, tiny_model, tokens
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
@@ -102,7 +102,7 @@ def test_it_is_what_torch_computes(calls, changes):
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("changes", [*MODES.values(), *MORE.values()], ids=[*MODES, *MORE])
+@pytest.mark.parametrize("changes", at_once(MODES | MORE, (*FEW, *MORE)))
 def test_so_are_a_few_tokens_in_one_call(calls, changes):
     model, how = awake(tiny_model(**changes)), {"absent": (1, 6), "pieces": (3, FEW_TOKENS, 1)}
     want = decode(model, "chunk", **how)

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from tiny import few_modes, tiny_model, tokens
+from tiny import few_modes, later, tiny_model, tokens
 from tiny_hosts import OPEN_LIZA, OPEN_TNT, tiny_host
 
 from tnt_hf import TNTCache, TNTForCausalLM, memory_tnt
@@ -96,8 +96,8 @@ def dispatched(model, append: int = 0):
     return hooked
 
 
-@pytest.mark.parametrize("append", [0, 2], ids=["one hook", "hooks in a row"])
-@pytest.mark.parametrize("how", ["auto", "chunk"])
+@pytest.mark.parametrize("append", [*later(0), 2], ids=["one hook", "hooks in a row"])
+@pytest.mark.parametrize("how", ["auto", *later("chunk")])
 @few_modes
 def test_hooks_that_leave_weights_where_they_are_cost_no_fast_path(calls, changes, how, append):
     """The same calls and the same bits; the step in place takes every token, and the recurrence none."""
@@ -152,7 +152,7 @@ def hook_of_somebody(module, note):
 AROUND = [offload, offload_too, replace, replace_inside, hook_of_torch, pre_hook_of_torch, hook_of_somebody]
 
 
-@pytest.mark.parametrize("part", ["memories.0", "memories.0.weights", "memories.0.lr_proj", "q_conv"])
+@pytest.mark.parametrize("part", ["memories.0", "memories.0.weights", *later("memories.0.lr_proj", "q_conv")])
 @pytest.mark.parametrize("around", AROUND)
 def test_anything_else_around_a_module_is_called_for_every_token(calls, around, part):
     """Also beside hooks that could be passed over: what fetches weights, and what somebody put there."""

@@ -79,6 +79,7 @@ torch.save(model.generate(ids, past_key_values=cache, max_new_tokens=12, do_samp
 """
 
 
+@pytest.mark.long
 def test_session_resumes_in_another_process(tmp_path):
     model, cache = tiny_model(torch.float32), TNTCache(tiny_config())
     turn = model.generate(tokens(1, 13), past_key_values=cache, max_new_tokens=9, do_sample=False)
