@@ -231,3 +231,22 @@ def test_layers_and_memories_share_compiled_code():
         with torch.no_grad():
             step(ids, labels=ids, use_cache=False)
         step(ids[:, :23], labels=ids[:, :23], use_cache=False).loss.backward()
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_compiled_decoding_is_one_graph():
+    """Full graph, static cache: the step across a reset and chunk boundaries is the same graph as any other."""
+    torch._dynamo.reset()
+    model, ids = tiny_model(num_hidden_layers=1), tokens(2, 24)
+    full = model(ids, use_cache=False).logits
+    cache = StaticCache(model.config, max_cache_len=24)
+    model(ids[:, :9], past_key_values=cache, use_cache=True)
+    step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    for t in range(9, 24):
+        inputs = model.prepare_inputs_for_generation(
+            ids[:, : t + 1], next_sequence_length=1, past_key_values=cache, attention_mask=torch.ones(2, t + 1).long()
+        )
+        found = step(**inputs, use_cache=True).logits[:, -1]
+        torch.testing.assert_close(found, full[:, t], atol=1e-9, rtol=0)  # float64, as in the tests of eager steps

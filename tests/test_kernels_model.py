@@ -40,6 +40,7 @@ REST = [pytest.param(name, marks=pytest.mark.slow) for name in others]
 CLOSE = 1e-5  # two float32 forms of a model, each with its own rounding
 
 
+@pytest.mark.long
 def test_in_the_interpreter():
     run_cases(__file__, "not slow and not long")
 

@@ -425,25 +425,6 @@ def test_compiled_training_step(how):
         close(gradients[1][name], gradient, SINGLE)
 
 
-@pytest.mark.filterwarnings("ignore")
-@torch.no_grad()
-def test_compiled_decoding_is_one_graph():
-    """Full graph, static cache: the step across a reset and chunk boundaries is the same graph as any other."""
-    from transformers import StaticCache
-
-    torch._dynamo.reset()
-    model, ids = tiny_model(torch.float32, num_hidden_layers=1), tokens(2, 24)
-    full = model(ids, use_cache=False).logits
-    cache = StaticCache(model.config, max_cache_len=24)
-    model(ids[:, :9], past_key_values=cache, use_cache=True)
-    step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    for t in range(9, 24):
-        inputs = model.prepare_inputs_for_generation(
-            ids[:, : t + 1], next_sequence_length=1, past_key_values=cache, attention_mask=torch.ones(2, t + 1).long()
-        )
-        close(step(**inputs, use_cache=True).logits[:, -1], full[:, t], SINGLE)
-
-
 # ---------------------------------------------------------------------------------------- base models and checkpoints
 
 
@@ -501,7 +482,7 @@ def test_base_weights_with_a_closed_gate_give_the_base_model(name, dtype, tmp_pa
     assert torch.equal(model.generate(ids, **greedy), base.generate(ids, **greedy, eos_token_id=None))
 
 
-@modes
+@few_modes
 @torch.no_grad()
 def test_save_and_load(changes, tmp_path):
     model, ids = tiny_model(torch.float32, **changes), tokens(2, 20)

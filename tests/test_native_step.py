@@ -91,7 +91,7 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: fl
             assert (x - y).abs().max() <= tolerance * (1 + y.abs().max()), (x - y).abs().max()
 
 
-@pytest.mark.parametrize("changes", [*MODES.values(), *MORE.values()], ids=[*MODES, *MORE])
+@pytest.mark.parametrize("changes", at_once(MODES | MORE, (*FEW, *MORE)))
 def test_it_is_what_torch_computes(calls, changes):
     """Logits, surprise and every state, in float64, with padding and an absent token."""
     model = awake(tiny_model(**changes))
@@ -168,6 +168,7 @@ def test_a_model_in_bfloat16_has_its_memories_in_c(calls):
     assert_same(got, want, 2**-6)
 
 
+@pytest.mark.long
 def test_neither_threads_nor_other_rows_change_a_bit(monkeypatch):
     model, threads = awake(tiny_model(torch.float32)), torch.get_num_threads()
     alone = [x[:1] for x in decode(model, "native", [ROWS[0]])]
