@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import at_once
+from torch._dynamo import convert_frame
 
 from tnt_hf.cli import main
 from tnt_hf.recipes import blocked_attention
@@ -21,6 +23,7 @@ from tnt_hf.recipes.benchmarks.measure import take_turns
 from tnt_hf.recipes.benchmarks.plot import draw_file
 from tnt_hf.recipes.benchmarks.profile_step import OTHER, PARTS, shares, training_step
 from tnt_hf.recipes.benchmarks.settings import SUITES
+from tnt_hf.recipes.benchmarks.suite_run import resolve
 
 
 RESULTS = Path(train_suite.__file__).parent / "results"
@@ -136,6 +139,17 @@ def test_an_unfinished_result_of_other_settings_is_refused(tmp_path, capsys):
     (tmp_path / "liza.json").write_text(json.dumps(found | {"complete": False}))
     assert bench("liza", tmp_path, "--seed", "1") == 2
     assert "of another settings" in capsys.readouterr().err
+    assert bench("liza", tmp_path, "--overwrite") == 0, "what was begun alike goes on"
+    assert result("liza", tmp_path)["rows"] == found["rows"]
+    assert bench("liza", tmp_path, "--overwrite") == 0
+    assert result("liza", tmp_path)["rows"] != found["rows"]
+
+
+def test_a_suite_for_cpus_takes_one_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, device in (("memory", "cpu"), ("train", "cuda")):
+        module, settings = import_module(f"tnt_hf.recipes.benchmarks.{name}_suite"), SUITES[name].settings()
+        assert resolve(settings, getattr(module, "CPU_ONLY", False)).device == device
 
 
 def test_ratios_are_formed_inside_a_round(tmp_path):
@@ -157,6 +171,23 @@ def test_contestants_can_be_compiled(tmp_path, monkeypatch, capsys):
     assert len(compiled) == len(FEW) * 3  # checked once and timed at two lengths
     assert bench("train", tmp_path / "other", "--execution", "fast") == 2
     assert "execution='fast': must be one of 'eager', 'compiled'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_more_contestants_are_compiled_than_torch_compiles_of_a_function(tmp_path, monkeypatch):
+    """Else it would run the last of them, the Transformers, as they are, with nothing but a warning to show it."""
+    monkeypatch.setitem(train_models.EXECUTIONS, "compiled", lambda model: torch.compile(model, backend="eager"))
+    asked, limit = [], convert_frame.exceeds_recompile_limit
+
+    def exceeds(*args):
+        asked.append(limit(*args))
+        return asked[-1]
+
+    monkeypatch.setattr(convert_frame, "exceeds_recompile_limit", exceeds)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", len(FEW) - 1)
+    assert bench("train", tmp_path, "--execution", "compiled", "--contexts", "128") == 0
+    assert asked and not any(exceeded for exceeded, _ in asked)
 
 
 @pytest.mark.slow

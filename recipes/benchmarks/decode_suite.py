@@ -35,7 +35,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 MEMORIES = {"TNT {16}": {"local_chunk_sizes": [16]}, "TNT {1}": {"local_chunk_sizes": [1]}}
 LLAMA, STATIC = "Llama", "Llama, static cache"
 GATE, FLAT_ROW, CHECKED_TOKENS = "check", "flat", 75
-DEFAULTS = {"cpu": {"shape": "demo", "dtype": "float32"}, "cuda": {"shape": "150m", "dtype": "bfloat16"}}
+DEFAULTS = {
+    "cpu": {"shape": "demo", "dtype": "float32", "repeat_limit": 16384},
+    "cuda": {"shape": "150m", "dtype": "bfloat16", "repeat_limit": 131072},
+}
 # On a CPU in float64: sums in another order, and no more. On a GPU in float32, whose matrix products may round.
 TOLERANCES = {"cpu": 1e-8, "cuda": 1e-3}
 # Of the speed at the shortest context, at the longest; and of the Llama's at about 1k tokens of cache.
@@ -107,7 +110,7 @@ def check(name: str, settings: DecodeSettings) -> float:
     """Logits of a prompt read in two calls and one token at a time against those of one call. Returns the largest
     relative difference. Raises `SystemExit` where it is too large."""
     if name in MEMORIES:  # small chunks, so that the few tokens pass them, the window and a reset
-        model: Any = tnt(name, settings, global_chunk_size=32, local_reset_interval=32)
+        model: Any = tnt(name, settings, sliding_window=16, global_chunk_size=32, local_reset_interval=32)
     else:
         model = llama(settings)
     model = model.to(settings.device, torch.float64 if settings.device == "cpu" else torch.float32)

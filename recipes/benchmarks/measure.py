@@ -21,6 +21,10 @@ NOT_MEASURED = "not measured"
 def environment(seed: int, **more) -> dict:
     """Command, date and seed beside what [`~recipes.environment.environment`] tells."""
     found = recipes_environment(("titans-pytorch",))
+    if found["gpus"]:  # SDPA's fastest kernels are among the library's
+        import torch
+
+        found["cudnn"] = torch.backends.cudnn.version()
     found |= {"malloc": allocator.settings(), "seed": seed, **more}
     return {"command": command_line(), "date": time.strftime("%Y-%m-%d", time.gmtime()), **found}
 

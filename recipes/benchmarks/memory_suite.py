@@ -27,6 +27,7 @@ FULL = ", momentum and forgetting"
 KINDS = {"": None, FULL: "init", f"{FULL} to zero": "zero"}  # and toward what the memory forgets
 # float32 sums in another order; gradients pass through hundreds of chunks
 TOLERANCE = 1e-4
+CPU_ONLY = True  # where all contestants run
 # Of our speed without momentum and forgetting, how much is kept with both.
 FULL_SPEED = 0.7
 

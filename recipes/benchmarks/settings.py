@@ -75,7 +75,7 @@ class TrainSettings(Settings):
     rounds: int = _option(3, "rounds, in each of which all contestants take one step")
     shape: str | None = _option(None, "150m, shrunk, narrow or tiny (default: shrunk on a CPU, else 150m)")
     contexts: tuple[int, ...] = _option((2048, 4096, 8192, 16384, 32768), "tokens per row")
-    tokens: int | None = _option(None, "tokens per step, at least one row (default: 8,192 on a CPU, else 32,768)")
+    tokens: int | None = _option(None, "tokens per step, at least one row (default: 8,192 on a CPU, else 65,536)")
     contestants: tuple[str, ...] | None = _option(None, "names as in the table (default: all)")
     dtype: str | None = _option(None, "float32 or bfloat16, by autocast (default: float32 on a CPU, else bfloat16)")
     memory_implementation: str = _option("auto", "as in TNTConfig")
@@ -94,7 +94,9 @@ class DecodeSettings(Settings):
     batch_sizes: tuple[int, ...] = _option((1, 8), "rows that decode together")
     steps: int = _option(32, "decoded tokens per turn")
     prefill_limit: int = _option(131072, "longest prompt whose prefill is also timed for the Llama")
-    repeat_limit: int = _option(16384, "longest prompt that is read once per round, not just once")
+    repeat_limit: int | None = _option(
+        None, "longest prompt that is read once per round, not just once (default: 16,384 on a CPU, else 131,072)"
+    )
 
 
 @dataclass(frozen=True)

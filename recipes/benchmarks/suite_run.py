@@ -4,7 +4,7 @@ A suite is a module with
 
     rows(settings) -> list of names, in order                  prepare(settings) -> settings with all choices made
     measure(name, settings, tell) -> the row, ready for JSON    summary(rows, settings) -> what the rows say
-    table(result) -> lines of text
+    table(result) -> lines of text                              CPU_ONLY, true if "auto" is no GPU for it
 
 `tell(text)` shows what is being done. A row is one comparison: all that is in it took turns with each other.
 """
@@ -37,7 +37,7 @@ def digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
-def resolve(settings: Settings) -> Settings:
+def resolve(settings: Settings, cpu_only: bool = False) -> Settings:
     """The settings with a device, checked.
 
     Raises:
@@ -47,24 +47,32 @@ def resolve(settings: Settings) -> Settings:
         raise ValueError("device='cuda': torch finds no such device here")
     device = settings.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() and not cpu_only else "cpu"
     return dataclasses.replace(settings, device=device)
 
 
 def start(path: Path, head: dict[str, Any], overwrite: bool) -> dict[str, Any]:
-    """What is there of a result, or a new one.
+    """What is there of a result, or a new one: `overwrite` replaces all but an unfinished one that was begun alike.
 
     Raises:
         ValueError: a finished result is there, or an unfinished one that was begun otherwise.
     """
-    if overwrite or not path.exists():
-        return head | {"complete": False, "rows": {}}
-    with reading(f"{path} is not a result of a suite; replace it with --overwrite"):
-        found = json.loads(path.read_text())
-        complete = found["complete"]
-        changed = [name for name in ("suite", "settings") if found[name] != head[name]]
-        changed += [name for name in SAME if found["environment"][name] != head["environment"][name]]
-        dict(found["rows"])
+    new = head | {"complete": False, "rows": {}}
+    if not path.exists():
+        return new
+    try:
+        with reading(f"{path} is not a result of a suite; replace it with --overwrite"):
+            found = json.loads(path.read_text())
+            complete = found["complete"]
+            changed = [name for name in ("suite", "settings") if found[name] != head[name]]
+            changed += [name for name in SAME if found["environment"][name] != head["environment"][name]]
+            dict(found["rows"])
+    except ValueError:
+        if overwrite:
+            return new
+        raise
+    if overwrite and (complete or changed):
+        return new
     if complete:
         raise ValueError(f"{path} exists: choose another --out, or replace it with --overwrite")
     if changed:
@@ -81,7 +89,7 @@ def run_suite(name: str, module: ModuleType, settings: Settings, folder: Path, o
     """
     from tnt_hf.recipes.benchmarks.plot import draw_file
 
-    settings = module.prepare(resolve(settings))
+    settings = module.prepare(resolve(settings, getattr(module, "CPU_ONLY", False)))
     torch.set_num_threads(settings.threads)
     path = folder / f"{name}.json"
     where = environment(settings.seed, all_sources_sha256=digest())

@@ -6,6 +6,7 @@ that leaves the head its share of the work. The narrower a model, the larger the
 grows with the width, that of the layers around it with the square. `narrow` has a sixth of the width and two layers.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 2},
 }
 TRANSFORMER, WINDOW = "Transformer (SDPA)", "sliding window only"
+BLOCKED = "Transformer (blocks)"  # the others' attention on a CPU, without a window
 PLAIN_TITANS = "Titans C=8, no momentum or forgetting"
 CONTESTANTS: dict[str, dict[str, Any]] = {
     **{f"TNT {{{size}}}": {"local_chunk_sizes": [size]} for size in (8, 16, 64, 128)},
@@ -41,6 +43,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     **{f"Titans C={size}": PRESETS["titans"] | {"global_chunk_size": size} for size in (8, 16, 32, 64, 128)},
     PLAIN_TITANS: PRESETS["titans"] | {"global_chunk_size": 8, "memory_momentum": False, "memory_decay": False},
     TRANSFORMER: PRESETS["transformer"],
+    BLOCKED: PRESETS["transformer"],
     WINDOW: PRESETS["sliding-window-only"],
 }
 # What the check replaces: a few tokens then pass resets, a window and chunks that stay unfinished. On a GPU heads are
@@ -53,6 +56,19 @@ ALIGNED = 8  # a GPU's matrix products of widths that are not multiples of 16 by
 TOLERANCES = {"cpu": 1e-8, "cuda": 1e-3}
 COMPILED = 1e-6  # the least of a compiled model's: its float32 loss is another sum, too
 EXECUTIONS: dict[str, Callable] = {"eager": lambda model: model, "compiled": torch.compile}
+
+
+@contextlib.contextmanager
+def compiling(execution: str):
+    """Around all that runs compiled contestants: they share their code, and after 8 compilations of a function torch
+    would run the next model eager. After other lengths a length would be compiled otherwise, too."""
+    if execution == "eager":
+        yield
+        return
+    torch.compiler.reset()
+    limits = {"recompile_limit": 512, "accumulated_recompile_limit": 4096, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits):
+        yield
 
 
 def config_of(name: str, shape: dict[str, Any], **more) -> TNTConfig:
@@ -79,9 +95,8 @@ def equal_configs(names: list[str], shape: dict[str, Any], **more) -> dict[str, 
 
 def attention_of(name: str, attention: str) -> str:
     """The Transformer's is SDPA, which needs no mask there; the others' serves their windows."""
-    if attention == blocked_attention.NAME:
-        blocked_attention.register()
-    return "sdpa" if name == TRANSFORMER else attention
+    blocked_attention.register()
+    return {TRANSFORMER: "sdpa", BLOCKED: blocked_attention.NAME}.get(name, attention)
 
 
 def build(name: str, config: TNTConfig, attention: str, seed: int) -> TNTForCausalLM:

@@ -16,6 +16,7 @@ from tnt_hf.recipes.allocator import keep_freed_memory
 from tnt_hf.recipes.benchmarks.measure import columns, spread, take_turns, times_faster, waiting
 from tnt_hf.recipes.benchmarks.settings import TrainSettings
 from tnt_hf.recipes.benchmarks.train_models import (
+    BLOCKED,
     CONTESTANTS,
     EXECUTIONS,
     SHAPES,
@@ -23,6 +24,7 @@ from tnt_hf.recipes.benchmarks.train_models import (
     WINDOW,
     build,
     check,
+    compiling,
     equal_configs,
 )
 
@@ -36,14 +38,15 @@ TARGETS = (
 )
 DEFAULTS = {
     "cpu": {"shape": "shrunk", "tokens": 8192, "dtype": "float32", "attention": "blocked_causal"},
-    "cuda": {"shape": "150m", "tokens": 32768, "dtype": "bfloat16", "attention": "sdpa"},
+    "cuda": {"shape": "150m", "tokens": 65536, "dtype": "bfloat16", "attention": "sdpa"},
 }
 
 
 def prepare(settings: TrainSettings) -> TrainSettings:
     """The settings with what depends on the device. Raises `ValueError` for an unknown name."""
     chosen = {name: getattr(settings, name) or x for name, x in DEFAULTS[settings.device].items()}
-    settings = dataclasses.replace(settings, **chosen, contestants=settings.contestants or tuple(CONTESTANTS))
+    everybody = tuple(name for name in CONTESTANTS if name != BLOCKED or settings.device == "cpu")
+    settings = dataclasses.replace(settings, **chosen, contestants=settings.contestants or everybody)
     for name, value, known in (
         ("shape", settings.shape, SHAPES),
         ("dtype", settings.dtype, ("float32", "bfloat16")),
@@ -64,8 +67,12 @@ def rows(settings: TrainSettings) -> list[str]:
 
 def measure(name: str, settings: TrainSettings, tell) -> dict:
     """One row."""
-    if name != GATE:
-        return time_steps(int(name), settings, tell)
+    with compiling(settings.execution):
+        return check_all(settings, tell) if name == GATE else time_steps(int(name), settings, tell)
+
+
+def check_all(settings: TrainSettings, tell) -> dict:
+    """How far every contestant is from the recurrence."""
     differences = {}
     for contestant in settings.contestants:
         tell(contestant)
@@ -82,7 +89,7 @@ def time_steps(context: int, settings: TrainSettings, tell) -> dict:
     losses = {}
 
     def step(contestant, model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=settings.device == "cuda" or None)
         run = EXECUTIONS[settings.execution](model)
 
         def call():
@@ -128,7 +135,9 @@ def summary(found: dict[str, dict], settings: TrainSettings) -> dict:
     for length, entry in lengths.items():
         for contestant, clocks in entry["seconds"].items():
             times[contestant][length] = spread([1e6 * x / entry["tokens"] for x in clocks[clock]])
-    pairs = [(ours, other) for other in (TRANSFORMER, "Titans C=8") for ours in settings.contestants if ours != other]
+    others = (TRANSFORMER, BLOCKED, "Titans C=8")
+    pairs = [(ours, other) for other in others for ours in settings.contestants if ours != other]
+    pairs += [(f"TNT {{{size}}}", f"Titans C={size}") for size in (16, 64, 128) if f"TNT {{{size}}}" in times]
     faster = {
         f"{ours} against {other}": {
             length: times_faster(entry["seconds"], ours, other, clock) for length, entry in lengths.items()
@@ -150,12 +159,12 @@ def table(result: dict) -> list[str]:
     """Microseconds per token of all contestants at all lengths, and the targets."""
     times, lengths = result["summary"]["microseconds_per_token"], list(map(str, result["settings"]["contexts"]))
     lines = [
-        (name, *(f"{by_length[length]['median']:.1f}" for length in lengths)) for name, by_length in times.items()
+        (name, *(f"{by_length[length]['median']:.4g}" for length in lengths)) for name, by_length in times.items()
     ]
     text = columns([("microseconds per token at", *(f"{int(length):,}" for length in lengths)), *lines])
     if WINDOW in times:
         over = [
-            (name, *(f"{by[length]['median'] - times[WINDOW][length]['median']:.1f}" for length in lengths))
+            (name, *(f"{by[length]['median'] - times[WINDOW][length]['median']:.4g}" for length in lengths))
             for name, by in times.items()
             if name != WINDOW
         ]
