@@ -251,9 +251,8 @@ class ResumableTrainer(Trainer):
                 "last_logged": self._globalstep_last_logged,
                 "seconds": time.perf_counter() - self._begun,
             }
-            folder.mkdir(
-                parents=True, exist_ok=True
-            )  # only one process has made it where nothing but the model is saved
+            # With `save_only_model` one process alone has made it.
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / self._progress_file()).write_text(json.dumps(progress), encoding="utf-8")
             self.accelerator.wait_for_everyone()
             if self.args.should_save:

@@ -17,7 +17,7 @@ from torch._dynamo import convert_frame
 
 from tnt_hf.cli import main
 from tnt_hf.recipes import blocked_attention
-from tnt_hf.recipes.benchmarks import decode_suite, liza_suite, memory_suite, train_models, train_suite
+from tnt_hf.recipes.benchmarks import decode_suite, kernels_gpu, liza_suite, memory_suite, train_models, train_suite
 from tnt_hf.recipes.benchmarks.gate import require_agreement
 from tnt_hf.recipes.benchmarks.measure import take_turns
 from tnt_hf.recipes.benchmarks.plot import draw_file
@@ -143,6 +143,13 @@ def test_an_unfinished_result_of_other_settings_is_refused(tmp_path, capsys):
     assert result("liza", tmp_path)["rows"] == found["rows"]
     assert bench("liza", tmp_path, "--overwrite") == 0
     assert result("liza", tmp_path)["rows"] != found["rows"]
+
+
+def test_what_a_gpu_has_measured_is_not_written_over(tmp_path, capsys):
+    (path := tmp_path / "found.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        kernels_gpu.main(["--out", str(path)])
+    assert "found.json: is there already" in capsys.readouterr().err and path.read_text() == "{}"
 
 
 def test_a_suite_for_cpus_takes_one_where_there_is_a_gpu(monkeypatch):

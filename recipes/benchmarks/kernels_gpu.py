@@ -239,6 +239,8 @@ def main(argv: list[str] | None = None) -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args(argv)
+    if args.out.exists():  # what a GPU has measured is not measured again for nothing
+        parser.error(f"--out {args.out}: is there already; choose another file")
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = {"environment": environment(args.seed), "arguments": {**vars(args), "out": args.out.name}}
