@@ -13,7 +13,6 @@ from tnt_hf import memory_tnt
 from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
 
 
-@pytest.mark.long
 def test_in_the_interpreter():
     run_cases(__file__, "not slow and not long")
 
