@@ -89,6 +89,7 @@ class ResumableTrainer(Trainer):
         self._run: dict[str, Any] = {}  # see run_state
         self._resumed: Path | None = None
         self._started = False
+        self._sampler = None
         self._tokens_logged = 0
         self._clock = self._begun = time.perf_counter()  # of tokens per second, and of the whole run
 
@@ -180,13 +181,17 @@ class ResumableTrainer(Trainer):
         sampler = super()._get_train_sampler(train_dataset)
         if type(sampler) is LengthGroupedSampler:
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            return SeededLengthGroupedSampler(seed, sampler.batch_size, lengths=sampler.lengths)
+            sampler = SeededLengthGroupedSampler(seed, sampler.batch_size, lengths=sampler.lengths)
+        self._sampler = sampler
         return sampler
 
-    def _run_epoch(self, *args, **kwargs):
+    def _run_epoch(self, *args, epoch: int, **kwargs):
         if not self._started:
             self._restore_progress()
-        return super()._run_epoch(*args, **kwargs)
+        # Between accelerate's loader and the sampler may lie batches that are shared, and skipped.
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        return super()._run_epoch(*args, epoch=epoch, **kwargs)
 
     def _restore_progress(self) -> None:
         """Go on with what `Trainer` forgets: the loss since the last log, tokens, time, and the log file."""
@@ -242,6 +247,7 @@ class ResumableTrainer(Trainer):
                 shutil.rmtree(folder, ignore_errors=True)  # of a run that died while saving
             self.accelerator.wait_for_everyone()
             self.args.save_total_limit = None  # only complete ones count, below
+            self._note_best()
             try:
                 super()._save_checkpoint(model, trial)
             finally:
@@ -260,6 +266,18 @@ class ResumableTrainer(Trainer):
         if self.args.should_save:  # a failure of this costs no checkpoint
             with self.off_the_clock():
                 delete_old_checkpoints(self.folder, limit, self.state.best_model_checkpoint)
+
+    def _note_best(self) -> None:
+        """The best of what is saved. The library's is the best that was evaluated, so that nothing after an evaluation
+        between two checkpoints could be the best any more."""
+        if self.args.metric_for_best_model is None:
+            return
+        losses = {entry["step"]: entry["eval_loss"] for entry in self.state.log_history if "eval_loss" in entry}
+        here, best = self.state.global_step, self.state.best_model_checkpoint
+        known = None if best is None else losses.get(int(best.rpartition("-")[2]))
+        better = float.__gt__ if self.args.greater_is_better else float.__lt__
+        if here in losses and (known is None or better(losses[here], known)):
+            self.state.best_global_step = here
 
     def _finalize_training(self, *args, **kwargs):
         """As in the library, which with `save_total_limit=1` would delete the newest checkpoint beside the best."""

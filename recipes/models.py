@@ -353,18 +353,18 @@ def _refuse_fields(name: str, model: ModelArguments, injected: bool) -> None:
         )
 
 
-def check_packed_rows(recipe: Recipe, evaluates: bool, *models: nn.Module | None) -> None:
+def check_packed_rows(recipe: Recipe, evaluates: bool, model: nn.Module, teacher: nn.Module | None) -> None:
     """Raises `ValueError` where the library's flash attention would see all documents of a row as one: it is told
     them by `position_ids`, which it reads of a single row only."""
     sizes = ("per_device_train_batch_size", *["per_device_eval_batch_size"] * evaluates)
-    for model in models if recipe.data.packing else ():
-        kind = "" if model is None else str(model.config.get_text_config()._attn_implementation)
-        for name in sizes if "flash" in kind else ():
-            if (rows := getattr(recipe.training, name)) > 1:
-                raise ValueError(
-                    f"{name}={rows}: {kind!r} keeps packed documents apart in one row at a time; take 1 (longer rows,"
-                    " gradient_accumulation_steps), packing: false, or attn_implementation: sdpa"
-                )
+    asked = [(model, name) for name in sizes] + [(teacher, sizes[0])] * (teacher is not None)
+    for reader, name in asked if recipe.data.packing else ():
+        kind, rows = str(reader.config.get_text_config()._attn_implementation), getattr(recipe.training, name)
+        if "flash" in kind and rows > 1:
+            raise ValueError(
+                f"{name}={rows}: {kind!r} keeps packed documents apart in one row at a time; take 1 (longer rows,"
+                " gradient_accumulation_steps), packing: false, or attn_implementation: sdpa"
+            )
 
 
 def _check_sizes(model: nn.Module, tokenizer: Any, sequence_length: int) -> None:

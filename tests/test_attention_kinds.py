@@ -113,3 +113,16 @@ def test_a_model_that_would_read_ahead_is_refused(where):
     with pytest.raises(ValueError, match="is_causal=False: a TNT model reads from left to right"):
         model(tokens(1, 4), **options)
     model(tokens(1, 4), is_causal=True)
+
+
+@torch.no_grad()
+def test_flash_attention_keeps_documents_apart_in_one_row_without_padding():
+    model, positions = tiny_model(sliding_window=WINDOW), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    model.set_attn_implementation("unpadded_rows")
+    mask = torch.ones(1, 7, dtype=torch.long)
+    model(tokens(1, 7), position_ids=positions, attention_mask=mask)
+    mask[0, 6] = 0
+    with pytest.raises(ValueError, match="attention_mask: has padding beside packed documents"):
+        model(tokens(1, 7), position_ids=positions, attention_mask=mask)
+    with pytest.raises(ValueError, match="'unpadded_rows' keeps packed documents apart in one row at a time"):
+        model(tokens(2, 7), position_ids=positions.repeat(2, 1))

@@ -207,7 +207,7 @@ def test_rows_end_one_by_one_in_a_compiled_model(layer_types):
 
 @pytest.mark.parametrize(
     "layer_types",
-    later(None, ["full_attention"] * 2),
+    [*later(None), ["full_attention"] * 2],
     ids=["window", "full attention"],
 )
 def test_a_static_cache_is_decoded_from_in_one_graph(layer_types):

@@ -25,9 +25,9 @@ EXACT = {"rtol": 0, "atol": 1e-12}  # float64: a program adds up in another orde
 ROWS, LENGTH = Dim.DYNAMIC(max=64), Dim.DYNAMIC(max=4096)
 
 
-def often(*modes: str) -> list:
-    """All modes: these in long tests, the rest in slow ones. A program takes seconds."""
-    marks = dict.fromkeys(modes, pytest.mark.long)
+def often(first: str, *modes: str) -> list:
+    """All modes: the first by default, further ones in long tests, the rest in slow ones. A program takes seconds."""
+    marks = {first: (), **dict.fromkeys(modes, pytest.mark.long)}
     return [pytest.param(mode, marks=marks.get(mode, pytest.mark.slow)) for mode in MODES]
 
 

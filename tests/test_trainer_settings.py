@@ -6,18 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from safetensors.torch import load_file
 from tiny import tiny_model
 from tiny_hosts import tiny_host
+from torch.utils.data import DataLoader
 from train_killer import trainer
+from transformers import Trainer
 
 from tnt_hf.recipes.checkpoints import checkpoints
 from tnt_hf.recipes.models import check_packed_rows
 from tnt_hf.recipes.objectives import next_token
 
 
-# The loss of every evaluation of the first model, 1, 2 ... of the others: the best is that of step 1, which no
-# checkpoint holds.
+# Every step is worse than the last one: the best is that of step 1, of which there need not be a checkpoint.
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 4}
 
 
@@ -38,7 +40,10 @@ def is_loaded(run, folder) -> bool:
 def test_the_best_without_a_checkpoint_lends_its_numbers_to_no_other_model(tmp_path):
     run = worsening(tmp_path, save_steps=2)
     metrics = run.fit()
-    assert run.state.best_global_step == 1 and is_loaded(run, tmp_path / "checkpoint-4")
+    losses = {entry["step"]: entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry}
+    assert sorted(losses, key=losses.get) == [1, 2, 3, 4]
+    assert is_loaded(run, tmp_path / "checkpoint-2"), "the best of those that are saved"
+    assert metrics["eval_loss"] == losses[2]
     assert metrics["eval_loss"] == pytest.approx(run.evaluate()["eval_loss"], rel=1e-6)
     assert json.loads((tmp_path / "training.json").read_text())["metrics"] == metrics
 
@@ -78,6 +83,43 @@ def test_every_process_writes_its_progress_where_only_the_model_is_saved(tmp_pat
     assert [path.name for path in (tmp_path / "checkpoint-9").iterdir()] == ["progress_0.json"]
 
 
+def test_processes_that_share_batches_go_on_with_the_rows_of_their_epoch(tmp_path, monkeypatch):
+    """Of two processes the first. Who goes on skips batches, which puts more between accelerate and the sampler."""
+    run = trainer(tmp_path, train_sampling_strategy="group_by_length")
+    run._started = True
+    monkeypatch.setattr(Trainer, "_run_epoch", lambda self, epoch: None)
+
+    def rows(epoch: int, skip: int = 0) -> list[list[int]]:
+        loader = DataLoader(range(20), sampler=run._get_train_sampler(), batch_size=2)
+        loader = prepare_data_loader(loader, num_processes=2, process_index=0, put_on_device=False)
+        loader = skip_first_batches(loader, skip) if skip else loader
+        run._run_epoch(epoch=epoch)
+        loader.set_epoch(epoch)  # as `Trainer` does there
+        return [batch.tolist() for batch in loader]
+
+    assert rows(0) != rows(1) and rows(1, skip=2) == rows(1)[2:]
+
+
+@pytest.mark.parametrize("internal", [False, True])
+def test_a_model_in_shards_is_saved_whole(tmp_path, monkeypatch, internal):
+    """What accelerate calls a checkpoint of it may stay in shards; also where saving fails it goes on as it was."""
+    run, kinds = trainer(tmp_path), []
+    plugin = SimpleNamespace(state_dict_type="SHARDED_STATE_DICT")
+    plugin.set_state_dict_type = lambda kind: setattr(plugin, "state_dict_type", kind)
+    monkeypatch.setattr(run, "is_fsdp_enabled", True)
+    monkeypatch.setattr(run, "accelerator", SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+
+    def save(self, *args):
+        kinds.append(plugin.state_dict_type)
+        raise OSError("no room")
+
+    monkeypatch.setattr(Trainer, "save_model", save)
+    with pytest.raises(OSError, match="no room"):
+        run.save_model(str(tmp_path), _internal_call=internal)
+    assert kinds == ["SHARDED_STATE_DICT" if internal else "FULL_STATE_DICT"]
+    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("make", [lambda: tiny_host("llama"), lambda: tiny_model(torch.float32)])
 def test_flash_attention_reads_packed_documents_apart_in_single_rows_only(make, evaluates):
@@ -87,10 +129,12 @@ def test_flash_attention_reads_packed_documents_apart_in_single_rows_only(make, 
     recipe = SimpleNamespace(data=SimpleNamespace(packing=True), training=SimpleNamespace(**sizes))
     if evaluates:
         with pytest.raises(ValueError, match="per_device_eval_batch_size=2: 'flash_attention_2' keeps packed"):
-            check_packed_rows(recipe, evaluates, tiny_host("llama"), model)
+            check_packed_rows(recipe, evaluates, model, None)
+        check_packed_rows(recipe, evaluates, tiny_host("llama"), model)  # no evaluation asks a teacher
     check_packed_rows(recipe, False, model, None)
     recipe.training.per_device_train_batch_size = 4
-    with pytest.raises(ValueError, match="per_device_train_batch_size=4: 'flash_attention_2' keeps packed"):
-        check_packed_rows(recipe, evaluates, model, None)
+    for models in ((model, None), (tiny_host("llama"), model)):
+        with pytest.raises(ValueError, match="per_device_train_batch_size=4: 'flash_attention_2' keeps packed"):
+            check_packed_rows(recipe, evaluates, *models)
     recipe.data.packing = False
     check_packed_rows(recipe, evaluates, model, None)

@@ -78,7 +78,7 @@ def build_masks(
             masks[name] = window_of(width, inputs_embeds, cached, segment_ids, P, valid)
             if masks[name] is not None:
                 continue
-        if name == "sliding_attention" and by_valid_tokens and implementation not in MASKED:
+        if name == "sliding_attention" and by_valid_tokens and _leaves_out_padding(implementation):
             mask = _keys(attention_mask, T, cached)[1]  # flash attention leaves out the others and counts what is left
             if not torch.compiler.is_compiling() and bool(mask.all()):
                 mask = None
@@ -112,8 +112,14 @@ def _refuse_impossible(
         raise ValueError(
             f"num_persistent_tokens={P} needs attn_implementation 'sdpa' or 'eager', not {implementation!r}."
         )
-    if segment_ids is not None and "flash" in implementation and len(segment_ids) > 1:
-        # The library hands flash attention the documents of a single row only; of more rows it would see all as one.
+    # The library hands flash attention the documents of a single row without padding; others it would see as one.
+    flash = segment_ids is not None and _leaves_out_padding(implementation)
+    if flash and attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError(
+            "attention_mask: has padding beside packed documents, which"
+            f" attn_implementation={implementation!r} does not keep apart then: leave the padding out, or take 'sdpa'."
+        )
+    if flash and len(segment_ids) > 1:
         raise ValueError(
             f"attn_implementation={implementation!r} keeps packed documents apart in one row at a time, and there are"
             f" {len(segment_ids)} rows: take a batch of 1 (longer rows), or 'sdpa'."
@@ -142,7 +148,12 @@ def _memory_mask(attention_mask: Tensor | None, T: int, cache: Cache | None) -> 
 def counts_valid_tokens(implementation: str) -> bool:
     """Whether windows of this kind of attention are of valid tokens, as a [`TNTCache`] keeps them: by a mask of this
     file, or because it leaves out what is padding. Others have a mask of the library, whose windows count columns."""
-    return implementation in MASKED or ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is flash_attention_mask
+    return implementation in MASKED or _leaves_out_padding(implementation)
+
+
+def _leaves_out_padding(implementation: str) -> bool:
+    """Whether this is flash attention, under any name."""
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is flash_attention_mask
 
 
 def sees_whole_cache(implementation: str, cache: Cache | None) -> bool:

@@ -245,13 +245,14 @@ class TNTAttention(nn.Module):
             query, key = both.split([query.shape[1], key.shape[1]], 1)
         else:
             query, key = (apply_rotary_pos_emb(x, *position_embeddings) for x in (query, key))
+        window = self.sliding_window and vars(self.config)["sliding_window"]  # which may have been assigned
         if cache is not None:
             # Our own layers use `valid` to keep a window of valid tokens, the library's ignore it.
             if valid is not None and not counts_valid_tokens(self.config._attn_implementation):
                 valid = None
             key, value = cache.update(key, value, self.layer_idx, valid=valid)
             # The library's sliding layer never drops anything at a window of 1; a full one's mask is for all it keeps.
-            if self.sliding_window == 1 and cache.layers[self.layer_idx].is_sliding:
+            if window == 1 and cache.layers[self.layer_idx].is_sliding:
                 key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]
         if self.num_persistent_tokens:
             key = torch.cat([self.persistent_keys.to(key.dtype).expand(key.shape[0], -1, -1, -1), key], dim=2)
@@ -267,7 +268,6 @@ class TNTAttention(nn.Module):
             attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
                 self.config._attn_implementation, eager_attention_forward
             )
-            window = self.sliding_window and vars(self.config)["sliding_window"]  # which may have been assigned
             options |= {"sliding_window": window, **kwargs}
             attn_output, attn_weights = attention_interface(self, query, key, value, attention_mask, **options)
         attn_output = attn_output.reshape(*input_shape, -1).contiguous()

@@ -18,7 +18,7 @@ def _option(default: Any, help: str):
 class Settings:
     """What all suites share. Every number except the seed must be at least 1."""
 
-    device: str = _option("auto", "cpu or cuda; auto is cuda if available")
+    device: str = _option("auto", "cpu or cuda; auto is cuda if available and the suite can use it")
     threads: int = _option(1, "torch threads on the CPU; with 1, ratios are of processor time")
     rounds: int = _option(5, "rounds, in each of which all contestants take one turn")
     seed: int = _option(0, "seed for weights and inputs")
