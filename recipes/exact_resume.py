@@ -8,6 +8,7 @@ last log, trains one step too many where nothing is left, and asks nobody whethe
 import json
 import logging
 import math
+import operator
 import os
 import shutil
 import time
@@ -267,15 +268,19 @@ class ResumableTrainer(Trainer):
             with self.off_the_clock():
                 delete_old_checkpoints(self.folder, limit, self.state.best_model_checkpoint)
 
+    def _best_step(self) -> int | None:
+        """Of the best checkpoint, if there is one."""
+        best = self.state.best_model_checkpoint
+        return None if best is None else int(best.rpartition("-")[2])
+
     def _note_best(self) -> None:
         """The best of what is saved. The library's is the best that was evaluated, so that nothing after an evaluation
         between two checkpoints could be the best any more."""
         if self.args.metric_for_best_model is None:
             return
         losses = {entry["step"]: entry["eval_loss"] for entry in self.state.log_history if "eval_loss" in entry}
-        here, best = self.state.global_step, self.state.best_model_checkpoint
-        known = None if best is None else losses.get(int(best.rpartition("-")[2]))
-        better = float.__gt__ if self.args.greater_is_better else float.__lt__
+        here, known = self.state.global_step, losses.get(self._best_step())
+        better = operator.gt if self.args.greater_is_better else operator.lt
         if here in losses and (known is None or better(losses[here], known)):
             self.state.best_global_step = here
 

@@ -182,8 +182,8 @@ class RecipeTrainer(ResumableTrainer):
 
     def _metrics(self) -> dict[str, float]:
         metrics, last = {}, self.state.global_step
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            last = int(self.state.best_model_checkpoint.rpartition("-")[2])  # of the model that is saved
+        if self.args.load_best_model_at_end:
+            last = self._best_step() or last  # of the model that is saved
         for entry in self.state.log_history:
             if entry["step"] <= last:
                 metrics |= {name: entry[name] for name in ("loss", "eval_loss") if name in entry}
