@@ -83,6 +83,41 @@ def test_padding_between_valid_tokens_is_no_key(ends, kind, changes):
         torch.testing.assert_close(whole[0, seen[0]], alone[0], rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("kinds_of_calls", [("sdpa", "sdpa_by_columns"), ("sdpa_by_columns", "sdpa")])
+@pytest.mark.parametrize("saved", [False, True], ids=["at once", "saved"])
+@torch.no_grad()
+def test_a_cached_window_is_read_in_the_units_it_was_filled_in(kinds_of_calls, saved, tmp_path):
+    model = tiny_model(sliding_window=WINDOW)
+    ids, mask, positions = gap()
+    before, after = kinds_of_calls
+
+    def call(cache, start, end, mask=mask):
+        options = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end], CACHE_NAME: cache}
+        return model(ids[:, start:end], **options).logits
+
+    model.set_attn_implementation(before)
+    whole = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    cache = TNTCache(model.config)
+    call(cache, 0, 18)
+    if saved:
+        cache.save(tmp_path / "session.safetensors")
+        cache = TNTCache.load(tmp_path / "session.safetensors", model.config)
+    model.set_attn_implementation(after)
+    with pytest.raises(ValueError, match=f"attn_implementation='{after}' has windows of .* with padding between valid"):
+        call(cache, 18, 24)
+    model.set_attn_implementation(before)  # the refused call left the cache as it was
+    torch.testing.assert_close(call(cache, 18, 24), whole[:, 18:], rtol=0, atol=1e-9)
+
+    in_front = torch.ones_like(mask)
+    in_front[0, :5] = 0  # takes no room in either kind of window
+    cache, positions = TNTCache(model.config), (in_front.cumsum(1) - 1).clamp(min=0)
+    first = call(cache, 0, 18, in_front)
+    model.set_attn_implementation(after)
+    found = torch.cat([first, call(cache, 18, 24, in_front)], 1)
+    whole = model(ids, attention_mask=in_front, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(found[in_front.bool()], whole[in_front.bool()], rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("kind", ["unpadded_rows", "sdpa_by_columns"])
 def test_a_prompt_padded_on_the_right_is_answered_as_without_a_cache(kind):
     model = tiny_model(sliding_window=WINDOW)

@@ -40,6 +40,8 @@ FINGERPRINT = (
     "memory_depth", "memory_expansion", "memory_activation", "memory_residual", "memory_layernorm", "memory_momentum",
     "memory_decay", "memory_decay_target", "qk_norm", "rope_parameters",
 )  # fmt: skip
+# What a cache knows about its tokens that its tensors do not say.
+NOTES = "own_positions", "counts_padding", "windows_of_columns"
 
 
 class TNTCache(DynamicCache):
@@ -65,6 +67,7 @@ class TNTCache(DynamicCache):
     unusable: str | None = None  # why it cannot be gone on from
     own_positions = False  # whether its tokens were placed otherwise than without `position_ids`
     counts_padding = False  # whether padding in front of some of them is known to be counted in their positions
+    windows_of_columns = False  # whether the last call's windows counted padding, too
 
     def __init__(self, config: TNTConfig):
         if hasattr(config, "__next__"):  # what is in the caches of several copies of a model
@@ -108,7 +111,7 @@ class TNTCache(DynamicCache):
             layer._map_states(torch.zeros_like)  # the library's zeros in place are refused after inference mode
         super().reset()
         self.unusable = self.placed = self.agreed = None
-        self.holds_padding = self.own_positions = self.counts_padding = False
+        self.holds_padding = self.own_positions = self.counts_padding = self.windows_of_columns = False
 
     def detach(self) -> None:
         """
@@ -203,7 +206,7 @@ class TNTCache(DynamicCache):
             "format": SESSION_FORMAT,
             "config": json.dumps(self.fingerprint),
             "cumulative_lengths": json.dumps([getattr(layer, "cumulative_length", None) for layer in self.layers]),
-            **{name: json.dumps(getattr(self, name)) for name in ("own_positions", "counts_padding")},
+            **{name: json.dumps(getattr(self, name)) for name in NOTES},
         }
         save_file(tensors, path, metadata=metadata)
 
@@ -237,7 +240,7 @@ class TNTCache(DynamicCache):
         cache = cls(filled_with)
         cache._fill(tensors, _said(metadata, "cumulative_lengths", list), filled_with)
         cache.adapt(config)
-        for name in ("own_positions", "counts_padding"):
+        for name in NOTES:
             setattr(cache, name, _said({name: "false"} | metadata, name, bool))  # not in old ones
         cache.unplaced = set(range(len(cache.layers)))
         return cache

@@ -46,11 +46,14 @@ def build_masks(
     attention; in the library's own caches and other kinds of attention it does, as in the base models.
 
     Raises:
-        ValueError: an attention that cannot have persistent tokens or the packed rows, a mask of attention alone where
-            there is a memory, or none where the cache holds padding.
+        ValueError: an attention that cannot have persistent tokens or the packed rows, or whose windows are not those
+            that the cache holds; a mask of attention alone where there is a memory, or none where the cache holds
+            padding.
     """
     T, P, implementation = inputs_embeds.shape[1], config.num_persistent_tokens, config._attn_implementation
     _refuse_impossible(config, P, implementation, attention_mask, segment_ids)
+    if isinstance(cache, TNTCache) and not torch.compiler.is_compiling():
+        _check_windows(config, implementation, attention_mask, cache, T)
     masks: dict[str, Any] = {"memory": _memory_mask(attention_mask, T, cache)}
     given = attention_mask is not None and attention_mask.ndim != 2  # a finished mask of attention
     padded = masks["memory"] is not None or getattr(cache, "holds_padding", False)
@@ -129,6 +132,23 @@ def _refuse_impossible(
             f"attention_mask of shape {tuple(attention_mask.shape)}: memory layers need a 2-D mask [B, past + T] of"
             " valid tokens (or the dict of TNTForCausalLM.create_masks_for_generate)."
         )
+
+
+def _check_windows(
+    config: TNTConfig, implementation: str, attention_mask: Tensor | None, cache: TNTCache, T: int
+) -> None:
+    """With padding between valid tokens a cached window holds other keys where it counts columns. The kind of
+    attention may have changed since they were cached."""
+    by_columns = not counts_valid_tokens(implementation)
+    if by_columns != cache.windows_of_columns and cache.holds_padding and config.sliding_window is not None:
+        earlier = None if attention_mask is None or attention_mask.ndim != 2 else attention_mask[:, :-T].to(torch.bool)
+        if earlier is not None and bool((earlier[:, :-1] & ~earlier[:, 1:]).any()):
+            units = ("columns", "valid tokens") if by_columns else ("valid tokens", "columns")
+            raise ValueError(
+                f"attn_implementation={implementation!r} has windows of {units[0]}, {CACHE_NAME} holds windows of"
+                f" {units[1]} with padding between valid tokens: set the kind of attention that filled it."
+            )
+    cache.windows_of_columns = by_columns
 
 
 def _memory_mask(attention_mask: Tensor | None, T: int, cache: Cache | None) -> Tensor | None:
