@@ -103,7 +103,9 @@ def test_a_cached_window_is_read_in_the_units_it_was_filled_in(kinds_of_calls, s
         cache.save(tmp_path / "session.safetensors")
         cache = TNTCache.load(tmp_path / "session.safetensors", model.config)
     model.set_attn_implementation(after)
-    with pytest.raises(ValueError, match=f"attn_implementation='{after}' has windows of .* with padding between valid"):
+    with pytest.raises(
+        ValueError, match=f"attn_implementation='{after}' has windows of .* with padding between valid"
+    ):
         call(cache, 18, 24)
     model.set_attn_implementation(before)  # the refused call left the cache as it was
     torch.testing.assert_close(call(cache, 18, 24), whole[:, 18:], rtol=0, atol=1e-9)

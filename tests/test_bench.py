@@ -207,6 +207,64 @@ def test_a_compiled_contestant_computes_what_it_should(contestant):
 # ------------------------------------------------------------------------------------------------------ wrong answers
 
 
+def test_a_step_in_half_precision_is_checked_in_it(tmp_path):
+    """In float32 the same kernels may not run at all, as flash attention's."""
+    found = []
+    for contestant in FEW:
+        _, rounded = train_models.check(contestant, "sdpa", "cpu", seed=0, autocast=torch.bfloat16)
+        assert 1e-3 < rounded < train_models.ROUNDED  # rounded, and no more
+        found.append(rounded)
+    assert bench("train", tmp_path, "--dtype", "bfloat16", "--attention", "sdpa", "--contexts", "64") == 0
+    assert list(result("train", tmp_path)["rows"]["check"]["largest_relative_distance_in_bfloat16"]) == list(FEW)
+
+
+def test_what_is_wrong_in_half_precision_alone_is_not_timed(tmp_path, monkeypatch):
+    right = train_models.build
+
+    def build(*args):
+        model = right(*args)
+        model.model.layers[0].mlp.register_forward_hook(
+            lambda m, x, y: 1.2 * y if torch.is_autocast_enabled("cpu") else y
+        )
+        return model
+
+    monkeypatch.setattr(train_models, "build", build)
+    train_models.check("TNT {8}", "sdpa", "cpu", seed=0)
+    with pytest.raises(SystemExit, match=r"TNT \{8\} is wrong in torch.bfloat16"):
+        train_models.check("TNT {8}", "sdpa", "cpu", seed=0, autocast=torch.bfloat16)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+def test_who_does_not_fit_is_left_out_and_the_others_go_on(error, tmp_path, monkeypatch, capsys):
+    right, tokens = train_models.build, 64
+
+    def build(name, config, attention, seed):
+        model = right(name, config, attention, seed)
+
+        def full(module, args, kwargs):
+            if kwargs["input_ids"].shape[1] > tokens and kwargs["input_ids"].shape[1] != train_models.CHECKED_TOKENS:
+                raise error
+
+        if name == "Titans C=8":
+            model.register_forward_pre_hook(full, with_kwargs=True)
+        return model
+
+    for module in (train_models, train_suite):
+        monkeypatch.setattr(module, "build", build)
+    few = [*FEW, "sliding window only"]
+    assert bench("train", tmp_path, "--contexts", "64", "128", "--contestants", *few) == 0
+    found = result("train", tmp_path)
+    assert [found["rows"][n]["did_not_fit"] for n in ("64", "128")] == [[], ["Titans C=8"]]
+    assert set(found["rows"]["128"]["seconds"]) == {*few} - {"Titans C=8"}
+    assert list(found["summary"]["times_faster"]["TNT {8} against Titans C=8"]) == ["64"]
+    (line, over) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Titans C=8"))
+    assert line.endswith("out of memory") and over.endswith("out of memory")
+
+    tokens = 0
+    with pytest.raises(SystemExit, match="256 tokens do not fit into the memory for any contestant"):
+        bench("train", tmp_path / "none", "--contexts", "64", "--contestants", "Titans C=8")
+
+
 def test_a_difference_beyond_the_tolerance_or_no_number_stops():
     x = torch.tensor([1.0, 2.0])
     assert require_agreement("x", [x, None], [x + 1e-6, None], 1e-5) < 1e-5

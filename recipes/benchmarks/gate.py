@@ -1,21 +1,34 @@
 """The check before every comparison: a contestant that computes something else is not timed, it stops the suite."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
 
+def largest_distance(got: Iterable[Tensor | None], want: Iterable[Tensor | None]) -> float:
+    """The largest distance of any pair of tensors, relative to the norm of the wanted one; `None` is 0."""
+    return max(_differences(got, want, lambda x: x.norm().item()), key=_nan_is_the_worst)
+
+
 def largest_difference(got: Iterable[Tensor | None], want: Iterable[Tensor | None]) -> float:
     """The largest difference of any pair of tensors, relative to the largest entry of the wanted one; `None` is 0."""
+    return max(_differences(got, want, lambda x: x.abs().max().item()), key=_nan_is_the_worst)
+
+
+def _differences(got: Iterable[Tensor | None], want: Iterable[Tensor | None], size_of: Callable) -> list[float]:
     differences = []
     for x, y in zip(got, want, strict=True):
         if x is None and y is None:
             continue
         x, y = (0.0 * other if one is None else one for one, other in ((x, y), (y, x)))
         x, y = x.detach().double().cpu(), y.detach().double().cpu()
-        difference, size = (x - y).abs().max().item(), y.abs().max().item()
+        difference, size = size_of(x - y), size_of(y)
         differences.append(difference / size if size else difference)
-    return max(differences, key=lambda d: float("inf") if d != d else d)  # NaN is the worst
+    return differences
+
+
+def _nan_is_the_worst(difference: float) -> float:
+    return float("inf") if difference != difference else difference
 
 
 def require_agreement(

@@ -16,7 +16,7 @@ from torch import Tensor
 from tnt_hf import TNTConfig, TNTForCausalLM
 from tnt_hf.presets import PRESETS
 from tnt_hf.recipes import blocked_attention
-from tnt_hf.recipes.benchmarks.gate import require_agreement
+from tnt_hf.recipes.benchmarks.gate import largest_distance, require_agreement
 
 
 GEOMETRY = {"sliding_window": 512, "global_chunk_size": 2048, "local_reset_interval": 4096}
@@ -54,6 +54,8 @@ CHECKED_TOKENS = 150
 ALIGNED = 8  # a GPU's matrix products of widths that are not multiples of 16 bytes take a slower kernel
 # On a CPU in float64: sums in another order, and no more. On a GPU in float32, whose matrix products may round.
 TOLERANCES = {"cpu": 1e-8, "cuda": 1e-3}
+# By autocast, of the norm of every gradient: rounding to 8 bits adds up to some percent, what is wrong to many.
+ROUNDED = 0.1
 COMPILED = 1e-6  # the least of a compiled model's: its float32 loss is another sum, too
 EXECUTIONS: dict[str, Callable] = {"eager": lambda model: model, "compiled": torch.compile}
 
@@ -118,16 +120,18 @@ def check(
     seed: int,
     memory_implementation: str = "auto",
     execution: str = "eager",
-) -> float:
+    autocast: torch.dtype | None = None,
+) -> tuple[float, float | None]:
     """
     Loss and all gradients of a small model of that kind against the same weights with the memory computed token by
     token (`memory_implementation="naive"`) and attention as a plain softmax, in float64 on the CPU.
 
     Returns:
-        The largest relative difference.
+        The largest relative difference, and with `autocast` also the largest distance of a gradient in that precision
+        relative to its norm.
 
     Raises:
-        SystemExit: it is too large.
+        SystemExit: either is too large.
     """
     shape = CHECKED[device]
     model = build(name, config_of(name, shape, memory_implementation=memory_implementation), attention, seed)
@@ -135,7 +139,17 @@ def check(
     naive = TNTForCausalLM._from_config(config, attn_implementation="eager").train()
     naive.load_state_dict(model.state_dict())
     ids = torch.randint(config.vocab_size, (2, CHECKED_TOKENS), generator=torch.Generator().manual_seed(seed))
-    model = model.double() if device == "cpu" else model.to(device)
+    wanted, rounded = loss_and_gradients(naive.double(), ids), None
+    model = model.to(device)
+    if autocast is not None:
+        with torch.autocast(device, autocast):
+            rounded = largest_distance(loss_and_gradients(EXECUTIONS[execution](model), ids.to(device)), wanted)
+        if not rounded <= ROUNDED:
+            raise SystemExit(
+                f"{name} is wrong in {autocast}: a gradient is off by {rounded:.1e} of its norm, allowed {ROUNDED:.0e}"
+            )
+    if device == "cpu":
+        model = model.double()
     found = loss_and_gradients(EXECUTIONS[execution](model), ids.to(device))
     tolerance = max(TOLERANCES[device], COMPILED if execution == "compiled" else 0)
-    return require_agreement(name, found, loss_and_gradients(naive.double(), ids), tolerance)
+    return require_agreement(name, found, wanted, tolerance), rounded

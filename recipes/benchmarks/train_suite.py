@@ -1,14 +1,17 @@
 """Suite `train`: one training step of models of equal size, at several row lengths (the paper's Table 1, Figure 4).
 
 A step is forward, backward and the AdamW update, of a fixed number of tokens: longer rows are fewer. Where a row is
-longer than that, the step is one row. All contestants take turns at every length, after a check of each of them.
+longer than that, the step is one row. All contestants take turns at every length, after a check of each of them. Who
+does not fit into the memory beside the others is left out of that length.
 
 Axis legend: B batch   T tokens
 """
 
 import contextlib
 import dataclasses
+import gc
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -27,9 +30,11 @@ from tnt_hf.recipes.benchmarks.train_models import (
     compiling,
     equal_configs,
 )
+from tnt_hf.recipes.evaluation_run import is_exhaustion
 
 
 GATE = "check"
+NOT_FITTING = "out of memory"
 # (contestant, against whom, tokens of a row, times as fast)
 TARGETS = (
     ("TNT {64}", "Titans C=8", 8192, 4.0),
@@ -73,12 +78,14 @@ def measure(name: str, settings: TrainSettings, tell) -> dict:
 
 def check_all(settings: TrainSettings, tell) -> dict:
     """How far every contestant is from the recurrence."""
-    differences = {}
+    differences, rounded = {}, {}
+    how = (settings.attention, settings.device, settings.seed, settings.memory_implementation, settings.execution)
+    autocast = None if settings.dtype == "float32" else getattr(torch, settings.dtype)
     for contestant in settings.contestants:
         tell(contestant)
-        how = (settings.attention, settings.device, settings.seed, settings.memory_implementation)
-        differences[contestant] = check(contestant, *how, settings.execution)
-    return {"largest_relative_difference": differences}
+        differences[contestant], rounded[contestant] = check(contestant, *how, autocast)
+    found = {"largest_relative_difference": differences}
+    return found if autocast is None else found | {f"largest_relative_distance_in_{settings.dtype}": rounded}
 
 
 def time_steps(context: int, settings: TrainSettings, tell) -> dict:
@@ -106,7 +113,16 @@ def time_steps(context: int, settings: TrainSettings, tell) -> dict:
     configs = equal_configs(list(settings.contestants), shape, **implementation)
     models = {n: build(n, c, settings.attention, settings.seed).to(settings.device) for n, c in configs.items()}
     calls = {contestant: step(contestant, model) for contestant, model in models.items()}
-    warmup = 3 if context <= settings.tokens else 1  # until what is freed and kept suffices; longer steps take minutes
+    bytes_of_first_steps = {}
+    for contestant in settings.contestants:
+        tell(f"{contestant}, first step")
+        if (size := fits(calls[contestant], settings.device)) is None:
+            del calls[contestant], models[contestant]
+        elif settings.device == "cuda":
+            bytes_of_first_steps[contestant] = size
+    if not calls:
+        raise SystemExit(f"{ids.numel()} tokens do not fit into the memory for any contestant: choose fewer --tokens")
+    warmup = 2 if context <= settings.tokens else 0  # until what is freed and kept suffices; longer steps take minutes
     seconds = take_turns(calls, settings.rounds, warmup, tell, waiting(settings.device))
     final = {contestant: loss.item() for contestant, loss in losses.items()}
     if wrong := [contestant for contestant, loss in final.items() if not math.isfinite(loss)]:
@@ -117,7 +133,26 @@ def time_steps(context: int, settings: TrainSettings, tell) -> dict:
         "parameters": {contestant: model.num_parameters() for contestant, model in models.items()},
         "seconds": seconds,
         "last_loss": final,
+        "did_not_fit": [contestant for contestant in settings.contestants if contestant not in calls],
+        **({"bytes_of_first_step": bytes_of_first_steps} if bytes_of_first_steps else {}),
     }
+
+
+def fits(call: Callable[[], object], device: str) -> int | None:
+    """Bytes of a GPU that a step needed beside what was there, 0 on a CPU; `None` if there were not enough."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    try:
+        call()
+    except (RuntimeError, MemoryError) as error:
+        if not is_exhaustion(error):
+            raise
+    else:
+        return torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+    gc.collect()  # with the error its frames are gone
+    torch.cuda.empty_cache()
+    return None
 
 
 def autocast(settings: TrainSettings):
@@ -140,7 +175,9 @@ def summary(found: dict[str, dict], settings: TrainSettings) -> dict:
     pairs += [(f"TNT {{{size}}}", f"Titans C={size}") for size in (16, 64, 128) if f"TNT {{{size}}}" in times]
     faster = {
         f"{ours} against {other}": {
-            length: times_faster(entry["seconds"], ours, other, clock) for length, entry in lengths.items()
+            length: times_faster(entry["seconds"], ours, other, clock)
+            for length, entry in lengths.items()
+            if {ours, other} <= entry["seconds"].keys()
         }
         for ours, other in pairs
         if other in settings.contestants
@@ -158,16 +195,17 @@ def summary(found: dict[str, dict], settings: TrainSettings) -> dict:
 def table(result: dict) -> list[str]:
     """Microseconds per token of all contestants at all lengths, and the targets."""
     times, lengths = result["summary"]["microseconds_per_token"], list(map(str, result["settings"]["contexts"]))
-    lines = [
-        (name, *(f"{by_length[length]['median']:.4g}" for length in lengths)) for name, by_length in times.items()
-    ]
-    text = columns([("microseconds per token at", *(f"{int(length):,}" for length in lengths)), *lines])
-    if WINDOW in times:
-        over = [
-            (name, *(f"{by[length]['median'] - times[WINDOW][length]['median']:.4g}" for length in lengths))
-            for name, by in times.items()
-            if name != WINDOW
+
+    def cells(by_length, base):
+        return [
+            f"{by_length[n]['median'] - base.get(n, {'median': 0})['median']:.4g}" if n in by_length else NOT_FITTING
+            for n in lengths
         ]
+
+    lines = [(name, *cells(by_length, {})) for name, by_length in times.items()]
+    text = columns([("microseconds per token at", *(f"{int(length):,}" for length in lengths)), *lines])
+    if len(times.get(WINDOW, {})) == len(lengths):
+        over = [(name, *cells(by, times[WINDOW])) for name, by in times.items() if name != WINDOW]
         text += ["", *columns([(f"over {WINDOW}", *(f"{int(length):,}" for length in lengths)), *over])]
     for target in result["summary"]["targets"]:
         spread_ = target["found"]
