@@ -129,6 +129,8 @@ def enter_model(
     if cache is not None:
         check_continuation(cache, mask, past, T)
     check_batch(cache, mask, past, B, T)
+    if cache is not None and mask is None:
+        check_places(given.get("position_ids"), past, T)
     if cache is not None:
         note_tokens(cache, T)
         if not torch.compiler.is_compiling():
@@ -162,6 +164,24 @@ def check_injected_with(module: nn.Module) -> None:
             f"tnt_injection[{name!r}]={settings.get(name)!r}: the memory was injected with {made.get(name)!r}, and"
             " would be saved as another. Set it back; unload(model) and inject it again with another value."
         )
+
+
+def check_places(position_ids: Tensor | None, past: int, length: int) -> None:
+    """
+    `generate` drops a mask of ones, but not the positions it has counted by it: without padding no new token can have
+    one of the cached tokens'. Asking a GPU takes as long as all that it still has to do, so one token is not asked of.
+
+    Raises:
+        ValueError: tokens that the cache holds are given again, or the mask did not count them.
+    """
+    if torch.compiler.is_compiling() or not past or position_ids is None or position_ids.ndim != 2:
+        return
+    if length > 1 or position_ids.is_cpu:
+        if (first := int(position_ids.min())) < past:
+            raise ValueError(
+                f"position_ids begin at {first}, but {CACHE_NAME} holds {past} tokens already: to go on from a cache"
+                " pass `generate` the whole conversation, or only the new tokens with an attention_mask of all tokens."
+            )
 
 
 def leave_model(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:

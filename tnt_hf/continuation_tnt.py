@@ -127,6 +127,28 @@ def check_usable(cache: Cache) -> None:
     cache.unusable = None
 
 
+def check_prompt(cache: Cache, given: int, columns: int, whole: bool) -> None:
+    """
+    What `generate` reads behind cached tokens: `given` columns of `input_ids` or `inputs_embeds`, which the library
+    cuts to the new ones by the `columns` of the mask. It drops a mask of ones before anybody else sees it.
+
+    Args:
+        whole: of embeddings it takes the whole conversation only.
+
+    Raises:
+        ValueError: they are neither the whole conversation nor, with a mask of all of it, its new tokens.
+    """
+    past = int(cache.get_seq_length())
+    if not past or columns == given > past or (columns == past + given and not whole):
+        return
+    name = "inputs_embeds" if whole else "input_ids"
+    raise ValueError(
+        f"attention_mask has {columns} columns, {name} {given}, and {CACHE_NAME} holds {past} tokens already: to go on"
+        " from a cache pass the whole conversation"
+        + ("." if whole else " as input_ids, or only the new tokens with an attention_mask of all tokens.")
+    )
+
+
 def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, length: int) -> None:
     """
     A cached conversation goes on only if every token in it is known to be valid or padding.

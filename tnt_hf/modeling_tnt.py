@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, GenerationMode
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -59,6 +59,7 @@ from .continuation_tnt import (
     check_mask,
     check_positions,
     check_program,
+    check_prompt,
     check_usable,
     check_used,
     check_whole_rows,
@@ -751,7 +752,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         # The memory-only variant keeps keys of no width, which the cache learns from its first update.
         return None if self.config.variant == "lmm" else super()._get_static_cache_init_shape()
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, *args, **kwargs):
         """[`TNTCache`] by default; what cannot hold a memory is refused here, before any compute."""
         kind, cache = generation_config.cache_implementation, model_kwargs.get(CACHE_NAME)
         if self._is_stateful and getattr(generation_config, "is_assistant", False):
@@ -765,23 +766,31 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
             check_usable(cache)
             check_used(generation_config.use_cache)
             mask, past = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
-            # `generate` drops a mask of ones and keeps its length
-            columns = getattr(generation_config, "_mask_length", past + 1) if mask is None else mask.shape[1]
-            if 0 < past >= columns:
+            if past and mode is GenerationMode.ASSISTED_GENERATION:  # whose first call takes all tokens for new
                 raise ValueError(
-                    f"attention_mask has {columns} columns, {CACHE_NAME} holds {past} tokens already: to go"
-                    " on from a cache pass the whole conversation as input_ids, or only the new tokens with an"
-                    " attention_mask of all tokens."
+                    f"{CACHE_NAME} holds {past} tokens already: assisted and prompt-lookup decoding begin with an"
+                    " empty cache; leave it out."
                 )
             if past and mask is not None and mask.ndim == 2:
                 check_mask(cache, mask, past)
         if cache is None and kind in (None, "dynamic") and generation_config.use_cache is not False:
             cache = model_kwargs[CACHE_NAME] = TNTCache(self.config)
         else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args, **kwargs)
             cache = model_kwargs.get(CACHE_NAME)
         if cache is not None:
             cache.ended = generation_config._ended = EndedRows()
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        """That of the library, of tokens that follow the cached ones."""
+        if (cache := model_kwargs.get(CACHE_NAME)) is not None:
+            mask = model_kwargs.get("attention_mask")
+            embeds = model_kwargs.get("inputs_embeds") if is_first_iteration else None
+            given = (input_ids if embeds is None else embeds).shape[1]
+            # `generate` drops a mask of ones and keeps its length
+            columns = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
+            check_prompt(cache, given, columns, embeds is not None)
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     def _beam_search(self, *args, **model_kwargs):
         """That of the library. Rows of the cache are then those that a next step would have been for."""
