@@ -253,13 +253,19 @@ def _attach(
     from peft import PeftModel, PeftModelForCausalLM
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    from .adapters import check_no_adapters, unchanged_on_failure
+    from .adapters import HARMLESS_STARTS, check_no_adapters, unchanged_on_failure
 
     wrapped = isinstance(model, PeftModel)
     host = model.get_base_model() if wrapped else model
     check_no_adapters(model)
     if wrapped and name in model.peft_config:
         raise ValueError(f"adapter_name={name!r}: the PeftModel has an adapter of that name.")
+    for other, its in {name: config, **model.peft_config}.items() if wrapped else ():
+        if (start := getattr(its, "init_lora_weights", True)) not in HARMLESS_STARTS:
+            raise ValueError(
+                f"init_lora_weights={start!r} of adapter {other!r}: changes the weights that other adapters are on;"
+                " load it alone, or save it again with peft's path_initial_model_for_weight_conversion."
+            )
     with _named(str(folder)):
         found = any(check_target_module_exists(config, key) for key, _ in host.named_modules())
     if not found:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback
+from transformers.utils import logging
 
 
+logger = logging.get_logger(__name__)
 MODES = ("constant", "gradual", "cyclic", "switch", "ramp")
 
 
@@ -30,6 +32,13 @@ def mag_modules(model: nn.Module) -> Iterator[nn.Module]:
         parts = [copies[name] for name in model.active_adapters if name in copies]
     for part in parts:
         yield from mag_modules(part)
+
+
+def _saved_with_adapters(model: nn.Module) -> Iterator[nn.Module]:
+    """Those of `mag_modules` that peft saves: they are in copies that it trains."""
+    for module in model.modules():
+        if isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict):
+            yield from mag_modules(module)
 
 
 class LiZACallback(TrainerCallback):
@@ -108,11 +117,18 @@ class LiZACallback(TrainerCallback):
         return (1 - done) * start + done * self.final_weight
 
     def check(self, model: nn.Module | None) -> None:
-        """Raises ValueError for a model that mixes nothing."""
+        """Raises ValueError for a model that mixes nothing; warns of an adapter that will lack the weight."""
         if model is None or next(mag_modules(model), None) is None:
             raise ValueError(
                 f"model={type(model).__name__}: has no module with a Memory-as-Gate weight, so there is nothing to "
                 "schedule: in a recipe give --mag_schedule null; or inject LiZA, or memory with the gate 'mix'"
+            )
+
+        aside = {id(x) for x in mag_modules(model)} - {id(x) for x in _saved_with_adapters(model)}
+        if aside and any(getattr(x, "peft_config", None) for x in model.modules()):
+            logger.warning(
+                "The scheduled weight is part of the base model and not of its adapter, which is saved without it:"
+                " make the adapter with lora_config(model), or save the merged model."
             )
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):

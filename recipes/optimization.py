@@ -16,7 +16,7 @@ from transformers import Trainer
 
 # What a parameter is, by the first pattern that its name contains.
 KINDS = (
-    ("lora", r"\.lora_[AB]\."),
+    ("lora", r"\.lora_\w+\."),
     ("gate", r"\.memory\.(.*\.)?gate\.scale"),
     ("projection", r"\.memory\.(.*\.)?[qkv]_(proj|conv)\."),
     ("memory", r"\.memory\."),

@@ -57,6 +57,44 @@ def test_a_fresh_adapter_changes_nothing():
     assert torch.equal(logits(model), logits(inject(tiny_host("qwen3"), OPEN_TNT)))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("memory_max_lr", 0.02),
+        ("memory_lr_scaling", "train_chunk"),
+        ("memory_grad_bound", 0.01),
+        ("memory_decay_target", "zero"),
+    ],
+)
+@torch.no_grad()
+def test_a_memory_that_is_trained_in_full_follows_the_configuration(field, value, tmp_path):
+    """peft trains a copy of it, which has a copy of the configuration."""
+
+    def opened(**changes):
+        return train(tiny_model(memory_decay=True, **changes))
+
+    wanted, model = opened(**{field: value}), opened()
+    adapted = get_peft_model(model, lora_config(model)).eval()
+    assert not torch.equal(logits(adapted), logits(wanted))
+    setattr(adapted.config, field, value)
+    assert torch.equal(logits(adapted), logits(wanted))
+    assert torch.equal(generated(adapted), generated(wanted))
+    with adapted.disable_adapter():
+        assert torch.equal(logits(adapted), logits(wanted))
+    merged = adapted.merge_and_unload()
+    assert torch.equal(logits(merged), logits(wanted))
+    merged.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(wanted))
+
+
+def test_a_memory_that_is_trained_in_full_runs_in_the_kernels_that_are_asked_for():
+    model = tiny_model()
+    adapted = get_peft_model(model, lora_config(model))
+    adapted.config.memory_implementation = "triton"
+    with pytest.raises(ValueError, match="memory_implementation='triton'"):
+        logits(adapted)
+
+
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear", r".*\.[kv]_proj"])
 def test_other_targets_leave_the_memory_out(targets):
     model = with_lora(target_modules=targets, r=2)

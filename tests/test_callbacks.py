@@ -13,8 +13,7 @@ from tiny_hosts import OPEN_LIZA, OPEN_TNT, tiny_host
 from train_killer import samples, trainer
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from tnt_hf import TNTCache
-from tnt_hf.branch_tnt import TNTMemory
+from tnt_hf import TNTCache, step_settings_tnt
 from tnt_hf.conversion import LiZAConfig, inject
 from tnt_hf.gate_tnt import TNTMemoryGate
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule, Printer, WindowDropout, narrow_window
@@ -233,9 +232,7 @@ def test_surprise_and_fast_weights_are_those_of_the_model():
 
 def test_weights_that_have_not_moved_have_not_changed(monkeypatch):
     model = tiny_model(memory_depth=2)
-    monkeypatch.setattr(
-        TNTMemory, "lr_factors", property(lambda self: [0.0] * len(self.memories))
-    )  # nothing is learnt
+    monkeypatch.setattr(step_settings_tnt, "lr_factors", lambda config: [0.0] * len(config.memory_specs))
     read = memory_statistics(model, row())
     assert read["memory/fast_weight_change"] == 0 and read["memory/fast_weight_norm"] > 0
 

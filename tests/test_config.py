@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tnt_hf import TNTConfig, TNTForCausalLM, configuration_tnt, flops_per_token, memory_state_bytes
-from tnt_hf.branch_tnt import lr_factors
 from tnt_hf.costs_tnt import key_value_bytes, memory_state_shapes
+from tnt_hf.step_settings_tnt import lr_factors
 
 
 @pytest.mark.parametrize("found", ["4.57.1", "5.22.0"])

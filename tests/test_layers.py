@@ -88,6 +88,21 @@ def test_rms_norm_is_differentiable_twice(shape):
     assert torch.autograd.gradgradcheck(f, (x, weight))
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e12, 1e15, 1e18])
+def test_rms_norm_has_the_gradient_of_what_a_memory_becomes_that_diverges(size):
+    """A finite one that is wrong would not stop a run."""
+    torch.manual_seed(0)
+    norm = TNTRMSNorm(64, 1e-6)
+    nn.init.normal_(norm.weight)
+    x, d_y = (size * torch.randn(7, 64)).requires_grad_(), torch.randn(7, 64)
+    found = torch.autograd.grad(norm(x), (x, norm.weight), d_y)
+    norm.double()
+    x = x.detach().double().requires_grad_()
+    wanted = torch.autograd.grad(plainly(norm, x), (x, norm.weight), d_y.double())
+    for a, b in zip(found, wanted):  # rounding of float32, relative to the largest
+        assert (a - b).abs().max() <= 1e-6 * b.abs().max()
+
+
 def test_rms_norm_gives_the_same_bits_with_and_without_gradients():
     torch.manual_seed(0)
     norm = TNTRMSNorm(64, 1e-6)

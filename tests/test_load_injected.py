@@ -224,6 +224,25 @@ def test_damaged_adapters_are_refused_and_the_base_stays_as_it_was(adapter, dama
     assert torch.equal(logits(base), logits(tiny_host("llama")))
 
 
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+@pytest.mark.parametrize("first", [True, False])
+def test_adapters_that_change_the_base_are_loaded_alone(start, first, adapter, tmp_path):
+    """peft takes their first values out of the base's weights, which the others are on."""
+    changing = train(with_lora(init_lora_weights=start))
+    changing.save_pretrained(tmp_path)
+    folders = [tmp_path, adapter[0]] if first else [adapter[0], tmp_path]
+    model = load_injected(tiny_host("llama"), folders[0])
+    before = logits(model)
+    torch.testing.assert_close(
+        before, logits(changing) if first else adapter[1], rtol=0, atol=1e-5
+    )  # its own QR or SVD
+    with pytest.raises(
+        ValueError, match=f"init_lora_weights='{start}' of adapter '{'default' if first else 'second'}'"
+    ):
+        load_injected(model, folders[1], adapter_name="second")
+    assert torch.equal(logits(model), before) and list(model.peft_config) == ["default"]
+
+
 @pytest.mark.parametrize("damage", ["unknown module", "missing tensor", "other shape"])
 def test_a_damaged_adapter_leaves_the_adapters_of_a_model_as_they_were(adapter, damage, tmp_path):
     """Also where the memory would have come with it."""

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import get_peft_model
 from tiny import MODES, TINY, few_modes, later, left_padded, tiny_config, tiny_model, tokens
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +24,7 @@ from transformers import (
 
 from tnt_hf import TNTCache, TNTConfig, TNTForCausalLM, TNTModel
 from tnt_hf.cache_name_tnt import CACHE_NAME
+from tnt_hf.conversion import lora_config
 from tnt_hf.presets import PRESETS
 
 
@@ -552,6 +554,16 @@ def test_freeze_for_stage_2():
     assert (
         count == sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * 2 * (2 * 2 * 8 * 8 + 32 * 2 + 2)
     )
+
+
+def test_freeze_for_stage_2_beside_an_adapter():
+    """What peft trains is a copy of each memory; what it was is kept aside and no part of stage 2."""
+    model = tiny_model()
+    count = tiny_model().freeze_for_stage2()
+    adapted = get_peft_model(model, lora_config(model))
+    assert model.freeze_for_stage2() == count
+    trainable = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert trainable and all(".modules_to_save.default.memories." in name for name in trainable)
 
 
 def test_memory_layers_and_names():

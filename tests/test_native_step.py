@@ -18,6 +18,7 @@ from tnt_hf.gate_tnt import TNTGateLinear, TNTRMSNorm
 from tnt_hf.native_build_tnt import unavailable
 from tnt_hf.native_step_tnt import NativeStep, native_parameters
 from tnt_hf.state_tnt import LayerState, StateLayout
+from tnt_hf.step_settings_tnt import StepSettings
 
 
 pytestmark = pytest.mark.skipif(unavailable(torch.float32) is not None, reason="no native code")
@@ -130,7 +131,7 @@ def test_a_few_tokens_are_to_the_bit_what_they_are_one_by_one(dtype):
     found = []
     for size in (1, T):
         state = LayerState.read(copy.deepcopy(cache), 0, layout)
-        step, parts = NativeStep(memory, layout, (len(ids), size), False), []
+        step, parts = NativeStep(memory, layout, StepSettings.of(model.config), (len(ids), size), False), []
         shared = [f(x) for f in (memory.q_proj, memory.k_proj, memory.v_proj)]
         parameters = native_parameters(memory, "f", "native", shared, dtype)
         for piece in (slice(t, t + size) for t in range(0, T, size)):
@@ -420,5 +421,7 @@ def test_a_state_of_another_size_is_refused(slot):
     shared = [f(x) for f in (memory.q_proj, memory.k_proj, memory.v_proj)]
     parameters = native_parameters(memory, "f", "native", shared, torch.float64)
     with pytest.raises(ValueError, match=r"state must hold \d+ numbers of .*, got \d+"):
-        NativeStep(memory, layout, (2, 1), False)(memory, parameters, x, shared, state, None, False)
+        NativeStep(memory, layout, StepSettings.of(model.config), (2, 1), False)(
+            memory, parameters, x, shared, state, None, False
+        )
     assert torch.equal(short, before)

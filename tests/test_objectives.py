@@ -301,6 +301,9 @@ def test_kinds_are_found_inside_peft_and_injected_models():
     adapted = get_peft_model(model, lora_config(model))
     kinds = {group["kind"] for group in parameter_groups(adapted, 1e-3)}
     assert kinds == {"lora", "gate", "projection", "memory"}
+    targets = ["q_proj", "embed_tokens"]  # with DoRA's magnitudes, and tensors of their own for embeddings
+    adapted = get_peft_model(hybrid(llama()), lora_config(model, use_dora=True, target_modules=targets))
+    assert {group["kind"] for group in parameter_groups(adapted, 1e-3)} == kinds
     live = inject(llama(), LiZAConfig(operator="gated_delta_rule", gate="learned"))
     found = {name: kind_of(name) for name, _ in live.named_parameters() if "memory" in name}
     assert found and set(found.values()) == {"memory"}

@@ -14,7 +14,7 @@ from tiny import tiny_model
 from tiny_hosts import tiny_host
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from tnt_hf.conversion import LiZACallback, LiZAConfig, inject
+from tnt_hf.conversion import LiZACallback, LiZAConfig, inject, lora_config, schedules
 from tnt_hf.conversion.inject import set_max_self_attn_length
 from tnt_hf.conversion.injection_config import TNTInjectionConfig, injection_from_dict
 from tnt_hf.conversion.schedules import mag_modules
@@ -176,6 +176,20 @@ def test_of_a_peft_model_the_memories_in_use(tmp_path):
     memory = model.base_model.model.model.layers[0].self_attn.memory
     weights = {name: memory.modules_to_save[name].weight.item() for name in ("default", "other")}
     assert (memory.original_module.weight.item(), weights) == (0.25, {"default": 0.25, "other": 0.75})
+
+
+@pytest.mark.parametrize("adapter", ["none", "ours", "without the memory"])
+def test_of_a_weight_that_an_adapter_will_lack_there_is_a_warning(adapter, tmp_path, caplog):
+    from peft import LoraConfig, get_peft_model
+
+    model = liza_model()
+    if adapter != "none":
+        lora = lora_config(model) if adapter == "ours" else LoraConfig(r=2, target_modules=["q_proj"])
+        model = get_peft_model(model, lora)
+    trained(model, tmp_path, LiZACallback("constant", final_weight=0.75), max_steps=1)
+    said = [record.getMessage() for record in caplog.records if record.name == schedules.__name__]
+    assert len(said) == (adapter == "without the memory")
+    assert all("make the adapter with lora_config(model)" in text for text in said)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad inputs

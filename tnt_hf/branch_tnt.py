@@ -32,7 +32,6 @@ from .convolution_tnt import (
 )
 from .features_tnt import pairs, quadratic
 from .gate_tnt import TNTMemoryGate, TNTRMSNorm
-from .inputs_tnt import check_number
 from .kernels_choice_tnt import (
     choose,
     unsupported_features,
@@ -47,25 +46,13 @@ from .network_tnt import Net, norms
 from .precision_tnt import autocast_dtype, cast, full_precision, rounded, wide
 from .projection_tnt import project_queries
 from .state_tnt import LayerState, StateLayout
+from .step_settings_tnt import StepSettings
 from .step_tnt import Clock, project_step
 from .tokens_tnt import memory_token, memory_tokens
 from .unit_tnt import FIELD, TNTMemoryUnit
 
 
-CAP_TOKENS = 64  # see `lr_factors`
 FEW_TOKENS = 16  # behind a state C takes one after the other; whole chunks are dozens of operations of torch
-
-
-def lr_factors(config: TNTConfig) -> list[float]:
-    """The factor of theta for each memory, by `memory_lr_scaling` and the chunk size it was trained with.
-
-    A chunk is one gradient step with the rate sum_i theta_i, which diverges beyond theta C |a|^2 = 2 where keys
-    are alike. "capped" lets no chunk step further than one of 64 tokens, the largest that recall was measured with.
-    """
-    fields = vars(config)  # its attributes are slow to read, and this is asked for with every token
-    kind, sizes = fields["memory_lr_scaling"], fields["memory_train_chunk_sizes"]
-    sizes = [spec.chunk_size for spec in config.memory_specs] if sizes is None else sizes  # as saving fills them in
-    return [C**-0.5 if kind == "train_chunk" else min(1.0, CAP_TOKENS / C) if kind == "capped" else 1.0 for C in sizes]
 
 
 class Beside:
@@ -110,19 +97,6 @@ class TNTMemory(nn.Module):
         if config.variant == "mal":
             self.input_layernorm = TNTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    @property
-    def lr_factors(self) -> list[float]:
-        """As `options`: one for each memory."""
-        return lr_factors(self.config)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of the memories' steps: no weight depends on them, so they may change while the model lives."""
-        fields = vars(self.config)
-        if (bound := fields["memory_grad_bound"]) is not None:
-            check_number("memory_grad_bound", bound)
-        return {"decay_target": fields["memory_decay_target"], "grad_bound": bound}
-
     @with_cache_name
     def forward(
         self,
@@ -130,6 +104,7 @@ class TNTMemory(nn.Module):
         shared: tuple[Tensor, Tensor, Tensor] | None = None,
         cache: Cache | None = None,
         layout: StateLayout | None = None,
+        settings: StepSettings | None = None,
         mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         output_surprise: bool = False,
@@ -139,13 +114,14 @@ class TNTMemory(nn.Module):
             hidden_states: `[B, T, hidden]`, the normed input of the layer.
             shared: the attention's q `[B, T, Q]`, k, v `[B, T, Hkv * head_dim]` before RoPE (normed where there is a
                 `qk_norm`), with shared projections.
-            layout: of the state, `StateLayout.of(config)` by default.
+            layout: of the state, `StateLayout.of(config)` by default. settings: `StepSettings.of(config)` likewise.
             mask: `[B, T]` bool, `False` = absent. segment_ids: `[B, T]` int, a change starts a new document.
 
         Returns:
             m `[B, T, Q]` in the dtype of `hidden_states` and the surprise `[B, T]` or `None`.
         """
         layout = StateLayout.of(self.config) if layout is None else layout
+        settings = StepSettings.of(self.config) if settings is None else settings
         dtype, keep = wide(hidden_states.dtype), cache is not None
         state = LayerState.read(cache, self.layer_idx, layout) if keep else None
         if shared is None:
@@ -154,8 +130,12 @@ class TNTMemory(nn.Module):
         convs = [self.q_conv, self.k_conv, self.v_conv] if self.taps else []
         T = hidden_states.shape[1]
         few = T == 1 or not torch.compiler.is_compiling() and T <= FEW_TOKENS  # in graphs it would be a guard on T
-        if few and segment_ids is None and self._steps_in_place(state, dtype, (hidden_states, *shared, mask)):
-            found = self._step(hidden_states, shared, convs, layout, state, mask, output_surprise)
+        if (
+            few
+            and segment_ids is None
+            and self._steps_in_place(state, dtype, (hidden_states, *shared, mask), settings)
+        ):
+            found = self._step(hidden_states, shared, convs, layout, settings, state, mask, output_surprise)
             if found is not None:
                 return found
         tail = None if state is None else state.conv
@@ -167,13 +147,13 @@ class TNTMemory(nn.Module):
             silu=self.feature_map == "silu",
             units=(True, True, self.value_norm),
             dtype=dtype,
-            operands=self._operands_of_kernels(operands, dtype, layout, shared[0].device),
+            operands=self._operands_of_kernels(operands, dtype, layout, settings, shared[0].device),
         )  # fmt: skip
         with full_precision(hidden_states.device):
             if self.feature_map == "quadratic" and layout.intervals:
                 q, k = quadratic(q), quadratic(k)  # M is over the products; else every memory makes its own
             o, new_state, surprise = self._remember(
-                hidden_states, q, k, v, operands, layout, state, keep, mask, segment_ids, output_surprise
+                hidden_states, q, k, v, operands, layout, settings, state, keep, mask, segment_ids, output_surprise
             )
             o = o if self.norm is None else self.norm(o)
         if keep:
@@ -183,9 +163,9 @@ class TNTMemory(nn.Module):
                 pairs(self.head_dim, q.device, dtype)
         return o.flatten(-2).to(hidden_states.dtype), surprise
 
-    def _operands_of_kernels(self, operands, dtype, layout, device) -> torch.dtype | None:
+    def _operands_of_kernels(self, operands, dtype, layout, settings, device) -> torch.dtype | None:
         """What q, k and v are rounded to where Triton alone multiplies them; else `None`."""
-        value = self.config.memory_implementation
+        value = settings.implementation
         if value not in ("auto", "triton") or (value == "auto" and device.type != "cuda"):
             return None
         groups = self.channels[0] // self.channels[1]
@@ -202,10 +182,14 @@ class TNTMemory(nn.Module):
         return dtype if INTERPRETED else operands  # it is wrong for bfloat16
 
     def _steps_in_place(
-        self, state: LayerState | None, dtype: torch.dtype, tensors: tuple[Tensor | None, ...]
+        self,
+        state: LayerState | None,
+        dtype: torch.dtype,
+        tensors: tuple[Tensor | None, ...],
+        settings: StepSettings,
     ) -> bool:
         """Whether a few tokens, `tensors`, may overwrite `state`: it is there, and nobody else can notice."""
-        if state is None or torch.is_grad_enabled() or self.config.memory_implementation == "naive":
+        if state is None or torch.is_grad_enabled() or settings.implementation == "naive":
             return False
         hooked = False
         for i in range(len(state.memories)):
@@ -220,10 +204,10 @@ class TNTMemory(nn.Module):
             return False  # what the hooks would move is not where the step needs it
         return torch.compiler.is_compiling() or state.is_writable(dtype)
 
-    def _step(self, hidden_states, shared, convs, layout, state, mask, output_surprise):
+    def _step(self, hidden_states, shared, convs, layout, settings, state, mask, output_surprise):
         """`forward` after `state`, which is overwritten, of one token; of more in C, or `None` where it cannot run."""
         (B, T), H, D = hidden_states.shape[:2], self.channels[1] // self.head_dim, self.head_dim
-        value, dtype = self.config.memory_implementation, state.memories[0].weights[0].dtype
+        value, dtype = settings.implementation, state.memories[0].weights[0].dtype
         native = native_parameters(self, FIELD, value, [hidden_states, *shared], dtype)
         # what C convolves, and the tail that it writes, has the state's dtype
         alike = native and all(x.dtype == dtype for x in (*shared, *([state.conv] if convs else [])))
@@ -240,8 +224,8 @@ class TNTMemory(nn.Module):
         if native:
             whole = len(shared) == 1
             step = self.native_step  # another thread may put one of other rows there
-            if step is None or not step.fits(self, layout, (B, T), whole):
-                step = self.native_step = NativeStep(self, layout, (B, T), whole)
+            if step is None or not step.fits(layout, settings, (B, T), whole):
+                step = self.native_step = NativeStep(self, layout, settings, (B, T), whole)
             x, tokens = cast(hidden_states, dtype), [cast(x, dtype) for x in shared]
             o, surprise = step(self, native, x, tokens, state, mask, output_surprise)
             return cast(o.flatten(-2), hidden_states.dtype), None if surprise is None else surprise.mean(2)
@@ -260,15 +244,15 @@ class TNTMemory(nn.Module):
             }
             o, surprises, x = None, [], hidden_states[:, 0]
             # a program is torch
-            how = "chunk" if is_exporting() else self.config.memory_implementation
+            how = "chunk" if is_exporting() else value
             how = choose(FIELD, how, x.device, unsupported_step, q.dtype, state.memories[0].weights)
-            options = self.options
+            options = settings.options
             bounded = how == "chunk" and options["grad_bound"] is not None
             size = norms(k, keepdim=True) if bounded else None
             units = self.memories._modules
             for i, (spec, memory) in enumerate(zip(layout.specs, state.memories)):
                 query = q if spec.query_projection == "none" else queries[spec.projection_interval]
-                given = x, query, k, v, spec, self.lr_factors[i], self.net, options, memory, present, clock, size, how
+                given = x, query, k, v, spec, settings.rates[i], self.net, options, memory, present, clock, size, how
                 read, error = units[str(i)].step(*given)
                 o = read if o is None else o + read
                 if output_surprise:
@@ -280,12 +264,14 @@ class TNTMemory(nn.Module):
         surprise = torch.stack(surprises).mean(0)[:, None] if output_surprise else None
         return cast(o.flatten(-2), hidden_states.dtype), surprise
 
-    def _remember(self, hidden_states, q, k, v, operands, layout, state, keep, mask, segment_ids, output_surprise):
+    def _remember(
+        self, hidden_states, q, k, v, operands, layout, settings, state, keep, mask, segment_ids, output_surprise
+    ):
         """Sum of all memories `[B, T, n, D]` (TNT Eq. 15), the new state and the mean surprise."""
         queries, projections = {}, {}
         how = "chunk"
         if layout.intervals:
-            value = self.config.memory_implementation
+            value = settings.implementation
             sizes = wide(q.dtype), q.shape[-1], operands, q.shape[2] // k.shape[2]
             how = choose(FIELD, value, q.device, unsupported_projection, *sizes)
         tokens = (q.to(operands), k.to(operands)) if how == "triton" else (q, k)
@@ -304,7 +290,7 @@ class TNTMemory(nn.Module):
             )
             queries[interval] = query.to(q.dtype)  # operands are rounded, gates and states are not
         products = "quadratic" if self.feature_map == "quadratic" and not layout.intervals else "identity"
-        outputs, states, surprises, options = [], [], [], self.options
+        outputs, states, surprises = [], [], []
         for i, (spec, unit) in enumerate(zip(layout.specs, self.memories)):
             o, memory_state, surprise = unit(
                 hidden_states,
@@ -312,7 +298,8 @@ class TNTMemory(nn.Module):
                 k,
                 v,
                 spec,
-                self.lr_factors[i],
+                settings.rates[i],
+                settings.implementation,
                 operands,
                 mask=mask,
                 segment_ids=segment_ids,
@@ -320,7 +307,7 @@ class TNTMemory(nn.Module):
                 output_final_state=keep,
                 output_surprise=output_surprise,
                 feature_map=products,
-                **options,
+                **settings.options,
             )
             outputs.append(o)
             states.append(memory_state)

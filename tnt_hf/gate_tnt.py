@@ -35,7 +35,8 @@ class _RMSNorm(torch.autograd.Function):
             if torch.is_grad_enabled():  # to be differentiated again
                 inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ctx.eps)
             product = d_y * x
-            along = (product @ weight)[..., None] * inverse.pow(3) / -x.shape[-1]
+            # one after the other: of a memory that diverges the third power would be 0
+            along = (product @ weight)[..., None] * inverse / -x.shape[-1] * inverse * inverse
             d_x = (d_y * weight).mul_(inverse).addcmul_(x, along)
             d_weight = product.reshape(-1, len(weight)).mT @ inverse.reshape(-1) if ctx.needs_input_grad[1] else None
             return d_x, d_weight, None

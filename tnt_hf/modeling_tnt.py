@@ -70,6 +70,7 @@ from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
 from .masks_tnt import build_masks, counts_valid_tokens, default_positions, document_ids
 from .precision_tnt import cast, rounded, wide
 from .state_tnt import StateLayout
+from .step_settings_tnt import StepSettings
 from .unit_tnt import TNTInitialWeights, TNTMemoryUnit
 from .window_tnt import Window, window_attention
 
@@ -516,8 +517,9 @@ class TNTPreTrainedModel(PreTrainedModel):
         if "local" not in names or not self.config.memory_layer_indices:
             raise ValueError(f"local_chunk_sizes={self.config.local_chunk_sizes!r}: has no local memories to train.")
         self.requires_grad_(False)
-        for module in self.modules():
-            if isinstance(module, TNTMemory):
+        for place, module in self.named_modules():
+            # peft keeps what a memory was aside, and nobody calls it
+            if isinstance(module, TNTMemory) and "original_module" not in place.split("."):
                 for name, unit in zip(names, module.memories):
                     unit.requires_grad_(name == "local")
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
@@ -629,6 +631,7 @@ class TNTModel(TNTPreTrainedModel):
         output_surprise = bool(self.config.output_surprise if output_surprise is None else output_surprise)
         memory_inputs = {
             "layout": layout,
+            "settings": StepSettings.of(self.config),
             "mask": masks.get("memory"),
             "segment_ids": segment_ids,
             "output_surprise": output_surprise,

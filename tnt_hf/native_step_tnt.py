@@ -20,6 +20,7 @@ from .gate_tnt import TNTGateLinear, TNTRMSNorm
 from .native_build_tnt import library, runs_native
 from .precision_tnt import cast
 from .state_tnt import LayerState, StateLayout
+from .step_settings_tnt import StepSettings
 from .unit_tnt import TNTMemoryUnit
 
 
@@ -73,21 +74,25 @@ class NativeStep:
     """The call of a layer's code. Built once: its numbers are fixed by the weights, the batch and the chunk sizes.
 
     Args:
-        memory: the layer's `TNTMemory`. rows: B and T. whole: q, k and v come as one tensor, convolved already.
+        memory: the layer's `TNTMemory`. settings: of this call. rows: B and T. whole: q, k and v come as one tensor,
+            convolved already.
     """
 
-    def __init__(self, memory: nn.Module, layout: StateLayout, rows: tuple[int, int], whole: bool):
+    def __init__(
+        self, memory: nn.Module, layout: StateLayout, settings: StepSettings, rows: tuple[int, int], whole: bool
+    ):
         self.rows, self.threads = rows, torch.get_num_threads()
-        self.whole, self.built_for = whole, (layout, rows, whole, self.threads, *memory.options.values())
+        self.whole, self.settings = whole, settings
+        self.built_for = layout, settings, rows, whole, self.threads
         D, (Q, K, V), units = memory.head_dim, memory.channels, list(memory.memories)
         init, net, intervals = units[0].initial(), memory.net, layout.intervals
         H, L = K // D, len(init)
         weights = math.prod(rows) * len(units) * sum(w.numel() for w in init)
-        self.bound, to_init = memory.options["grad_bound"], memory.options["decay_target"] == "init"
+        to_init, bounded = settings.decay_target == "init", settings.grad_bound is not None
         numbers = [*rows, H, Q // K, D, L, units[0].lr_proj.in_features, len(intervals), len(units)]
         numbers += [min(self.threads, weights // WORK + 1), 0 if whole else memory.taps]
         numbers += [memory.feature_map == "silu", memory.feature_map == "quadratic", memory.value_norm]
-        numbers += [memory.projection_norm, net.activation == "gelu", net.residual, to_init, self.bound is not None]
+        numbers += [memory.projection_norm, net.activation == "gelu", net.residual, to_init, bounded]
         numbers += [Q + K + V] * 3 if whole else [Q, K, V]
         numbers += [init[0].shape[1], *(w.shape[2] for w in init), *(x or 0 for x in intervals)]
         for spec in layout.specs:
@@ -95,9 +100,9 @@ class NativeStep:
             numbers += [spec.chunk_size, spec.reset_interval or 0, spec.read == "current", which]
         self.numbers = array("q", map(int, numbers))
 
-    def fits(self, memory: nn.Module, layout: StateLayout, rows: tuple[int, int], whole: bool) -> bool:
+    def fits(self, layout: StateLayout, settings: StepSettings, rows: tuple[int, int], whole: bool) -> bool:
         """Whether other tokens are the same call."""
-        asked = layout, rows, whole, torch.get_num_threads(), *memory.options.values()
+        asked = layout, settings, rows, whole, torch.get_num_threads()
         return self.built_for == asked  # layouts by value: hooks that move inputs make a copy for every call
 
     def __call__(self, memory, parameters, x: Tensor, parts: list[Tensor], state: LayerState, present, surprise: bool):
@@ -137,10 +142,12 @@ class NativeStep:
         first = parts[0].data_ptr()
         places = [first, first + Q * size, first + (Q + K) * size] if self.whole else [y.data_ptr() for y in parts]
         places = array("Q", [x.data_ptr(), *places, *(0 if y is None else y.data_ptr() for y in tensors)])
-        scales = [memory.net.eps, self.bound or 0.0, 0.0 if memory.norm is None else memory.norm.variance_epsilon]
-        largest = memory.memories[0].max_lr  # of one configuration, which is slow to read
-        scales += [largest * factor for factor in memory.lr_factors]
-        scales = array("d", scales)
+        scales = [
+            memory.net.eps,
+            self.settings.grad_bound or 0.0,
+            0.0 if memory.norm is None else memory.norm.variance_epsilon,
+        ]
+        scales = array("d", [*scales, *self.settings.rates])
         if library(x.dtype).token(*(y.buffer_info()[0] for y in (self.numbers, places, scales))):
             raise MemoryError(f"no room for {self.threads} threads to decode {B} rows")
         return o, losses

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from .compiler_tnt import apart
 from .configuration_tnt import MemorySpec, TNTConfig
 from .gate_tnt import TNTGateLinear
-from .inputs_tnt import check_number
 from .kernels_choice_tnt import choose, unsupported_scan
 from .memory_tnt import MemoryState, memory_chunkwise
 from .native_build_tnt import runs_native
@@ -51,7 +50,7 @@ class TNTMemoryUnit(nn.Module):
         H, D = config.memory_num_heads, config.memory_head_dim
         self.eps = config.rms_norm_eps
         self.network = {"activation": config.memory_activation, "residual": config.memory_residual}
-        self.config, self.depth = config, len(config.memory_weight_shapes)
+        self.depth = len(config.memory_weight_shapes)
         self.weights = TNTInitialWeights([nn.Parameter(torch.empty(H, *s)) for s in config.memory_weight_shapes])
         self.lr_proj = TNTGateLinear(config.hidden_size, H, 0.0)
         self.momentum_proj = TNTGateLinear(config.hidden_size, H, 0.0) if config.memory_momentum else None
@@ -60,13 +59,6 @@ class TNTMemoryUnit(nn.Module):
         self.norm_bias = nn.Parameter(torch.empty(H, D)) if config.memory_layernorm else None
         self.to(wide(torch.get_default_dtype()))  # which is the model's while it is made
 
-    @property
-    def max_lr(self) -> float:
-        """The largest theta: no weight depends on it, so it may change while the model lives."""
-        value = vars(self.config)["memory_max_lr"]
-        check_number("memory_max_lr", value)
-        return value
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -74,7 +66,8 @@ class TNTMemoryUnit(nn.Module):
         k: Tensor,
         v: Tensor,
         spec: MemorySpec,
-        lr_scale: float,
+        rate: float,
+        implementation: str,
         operands: torch.dtype,
         **options: Any,
     ) -> tuple[Tensor, MemoryState | None, Tensor | None]:
@@ -82,7 +75,8 @@ class TNTMemoryUnit(nn.Module):
         Args:
             hidden_states: `[B, T, hidden]`.
             q: `[B, T, n, D]`, already projected by M where the spec asks for it. k, v: `[B, T, H, D]`.
-            spec: chunk size, reset interval (tokens) and read of this memory. lr_scale: factor of theta.
+            spec: chunk size, reset interval (tokens) and read of this memory. rate: the largest theta.
+            implementation: the config's `memory_implementation`.
             operands: of Triton's products, bfloat16 where the layer's activations are; nothing else rounds.
             options: mask, segment_ids, initial_state, output_final_state, output_surprise, feature_map,
                 decay_target and grad_bound of [`memory_chunkwise`].
@@ -93,17 +87,16 @@ class TNTMemoryUnit(nn.Module):
 
         dtype = wide(q.dtype)
         lr, momentum, decay = self.gates(hidden_states, dtype)
-        lr = self.max_lr * lr_scale * lr
+        lr = rate * lr
         weights, tokens = self.weights(), (q, k, v)
         memory = dtype, spec.read, weights, operands, momentum is not None, q.shape[2] // k.shape[2]
-        value = self.config.memory_implementation
-        how = choose(FIELD, value, q.device, unsupported_scan, *memory)
+        how = choose(FIELD, implementation, q.device, unsupported_scan, *memory)
         if how == "triton":
             tokens = (x.to(operands) for x in tokens)
-        elif value == "native" or q.device.type == "cpu":
-            if value == "native":
-                runs_native(FIELD, value, weights, tokens)  # or raises, in the name of the field
-            how = value  # what runs "chunk" on the CPU is decided there
+        elif implementation == "native" or q.device.type == "cpu":
+            if implementation == "native":
+                runs_native(FIELD, implementation, weights, tokens)  # or raises, in the name of the field
+            how = implementation  # what runs "chunk" on the CPU is decided there
         layernorm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias, self.eps)
         o, *result = apart(
             memory_chunkwise,
@@ -144,7 +137,7 @@ class TNTMemoryUnit(nn.Module):
         k: Tensor,
         v: Tensor,
         spec: MemorySpec,
-        lr_scale: float,
+        rate: float,
         net: Net,
         options: dict[str, Any],
         state: MemoryState,
@@ -165,13 +158,12 @@ class TNTMemoryUnit(nn.Module):
             "normalize_projection": False,
             "layernorm": affine and [x.to(q.dtype)[:, None] for x in affine],
         }
-        init, lr_scale = self.initial(), self.max_lr * lr_scale
-        gates = self.gates(hidden_states, q.dtype)
+        init, gates = self.initial(), self.gates(hidden_states, q.dtype)
         if how == "chunk":
-            return memory_step(state, init, net, options, q, k, v, *gates, present, clock, lr_scale, key_norm)
+            return memory_step(state, init, net, options, q, k, v, *gates, present, clock, rate, key_norm)
         from .kernels_decode_tnt import token_step
 
         rows = state.time.shape[0], -1
-        tokens, gates = (x.unflatten(0, rows) for x in (q, k, v)), (lr_scale * gates[0], *gates[1:])
+        tokens, gates = (x.unflatten(0, rows) for x in (q, k, v)), (rate * gates[0], *gates[1:])
         here = None if present is None else present.view(rows)[:, 0]
         return tuple(x.flatten(0, 1) for x in token_step(state, init, net, options, *tokens, *gates, here))
