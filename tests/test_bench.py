@@ -192,8 +192,8 @@ def test_more_contestants_are_compiled_than_torch_compiles_of_a_function(tmp_pat
         return asked[-1]
 
     monkeypatch.setattr(convert_frame, "exceeds_recompile_limit", exceeds)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", len(FEW) - 1)
-    assert bench("train", tmp_path, "--execution", "compiled", "--contexts", "128") == 0
+    with torch._dynamo.config.patch(recompile_limit=len(FEW) - 1):
+        assert bench("train", tmp_path, "--execution", "compiled", "--contexts", "128") == 0
     assert asked and not any(exceeded for exceeded, _ in asked)
 
 

@@ -323,6 +323,22 @@ def test_a_library_cache_starts_over_without_its_padding():
     torch.testing.assert_close(logits, model(ids).logits[:, 5:], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("operation", ["reorder_cache", "batch_select_indices"])
+@torch.no_grad()
+def test_rows_that_change_places_need_their_own_mask(operation):
+    """In a decoding loop only the first mask is looked at."""
+    model, ids = tiny_model(), tokens(2, 9)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :4] = 0
+    cache = TNTCache(model.config)
+    model(ids, attention_mask=mask[:, :9], past_key_values=cache)
+    model(ids[:, :1], attention_mask=mask[:, :10], past_key_values=cache)
+    getattr(cache, operation)(torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match=r"calls \[6, 10\] of the 10 cached tokens of each row valid"):
+        model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+    model(ids[:, :1], attention_mask=mask.flip(0), past_key_values=cache)
+
+
 @torch.no_grad()
 def test_a_library_cache_that_starts_over_has_agreed_with_no_mask():
     model, ids = tiny_model(), tokens(1, 11)

@@ -113,6 +113,18 @@ class TNTCache(DynamicCache):
         self.unusable = self.placed = self.agreed = None
         self.holds_padding = self.own_positions = self.counts_padding = self.windows_of_columns = False
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.placed = self.agreed = None  # the mask of the last call is that of other rows
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.placed = self.agreed = None
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.placed = self.agreed = None
+
     def detach(self) -> None:
         """
         Go on from values alone: the next call's gradients end here, as in truncated backpropagation through time over
