@@ -195,6 +195,7 @@ INVALID = [
     *[{"layer_types": ["sliding_attention"]}, {"layer_types": ["hybrid", "linear_attention"]}],
     *[{"sliding_window": None, "layer_types": ["sliding_attention", "full_attention"]}],
     *[{"memory_layers": [0], "global_chunk_size": None, "local_chunk_sizes": []}],
+    *[{"variant": name, "global_chunk_size": None, "local_chunk_sizes": []} for name in ("lmm", "mal")],
     *[{"local_chunk_sizes": [3]}, {"local_reset_interval": [16]}, {"local_reset_interval": 12}],
     *[{"local_reset_interval": 12, "variant": "lmm", "sliding_window": 8}],
     *[{"memory_gate": "mix", "variant": "mal"}, {"memory_gate": "published", "variant": "lmm"}],

@@ -296,8 +296,8 @@ class TNTConfig(PreTrainedConfig):
             self._fail("head_dim", "must be even, as RoPE turns pairs of channels")
         if any("sliding" in kind for kind in self.layer_types) and self.sliding_window is None:
             self._fail("sliding_window", "must be set when layer_types contains a sliding layer")
-        if self.memory_layers and not self.memory_specs:
-            self._fail("memory_layers", "needs global_chunk_size or local_chunk_sizes")
+        if not self.memory_specs and (self.memory_layers or self.variant != "mag"):
+            self._fail("memory_layers" if self.memory_layers else "variant", "needs a global or local chunk size")
         if self.memory_layer_indices:
             for check in (self._validate_heads, self._validate_intervals, self._validate_combination):
                 check()
