@@ -58,20 +58,28 @@ def _hooked(handles: list) -> Iterator[None]:
 def without_memory(model: nn.Module):
     """The memory layers compute their attention alone, as if the gate were closed."""
 
-    def attention_alone(_, args: tuple, output: Tensor) -> Tensor:
-        return torch.zeros_like(output) if args[0] is None else args[0]
+    def attention_alone(gate: TNTMemoryGate, args: tuple, output: Tensor) -> Tensor:
+        if args[0] is None:
+            return torch.zeros_like(output)
+        if gate.kind != "published":
+            return args[0]
+        nothing = torch.zeros_like(args[1])  # leaves attention its norm, and half of it
+        return gate.forward(args[0], nothing, args[2])
 
     return _hooked([gate.register_forward_hook(attention_alone) for gate in gates(model)])
 
 
 def without_attention(model: nn.Module):
-    """The memory layers have their memory alone; layers without memory are left as they are."""
+    """The memory layers have their memory alone, as if a gate that mixes had the weight 1; layers without memory are
+    left as they are."""
 
-    def memory_alone(_, args: tuple) -> tuple:
-        attention, *rest = args
-        return (None if attention is None else torch.zeros_like(attention), *rest)
+    def memory_alone(gate: TNTMemoryGate, args: tuple, output: Tensor) -> Tensor:
+        attention, memory, *rest = args
+        if gate.kind == "mix":
+            return memory.to(output.dtype)
+        return gate.forward(None if attention is None else torch.zeros_like(attention), memory, *rest)
 
-    return _hooked([gate.register_forward_pre_hook(memory_alone) for gate in gates(model)])
+    return _hooked([gate.register_forward_hook(memory_alone) for gate in gates(model)])
 
 
 def without_one_memory(model: nn.Module, index: int):

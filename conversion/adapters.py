@@ -38,7 +38,7 @@ MEMORY = "memory"
 ALL_LINEAR = "all-linear"  # what peft calls every linear layer but the head
 TNT_TARGETS = [f"self_attn.{name}_proj" for name in "qkvo"]
 # Ways of initialising LoRA that leave the weights they adapt as they are.
-HARMLESS_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+HARMLESS_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 # What settings are called in TPTT.
 TPTT_NAMES = {
     "operator_mode": "operator",

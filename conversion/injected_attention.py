@@ -179,8 +179,8 @@ def check_places(position_ids: Tensor | None, past: int, length: int) -> None:
     if length > 1 or position_ids.is_cpu:
         if (first := int(position_ids.min())) < past:
             raise ValueError(
-                f"position_ids begin at {first}, but {CACHE_NAME} holds {past} tokens already: to go on from a cache"
-                " pass `generate` the whole conversation, or only the new tokens with an attention_mask of all tokens."
+                f"position_ids begin at {first}, but {CACHE_NAME} holds {past} tokens already: count on from there,"
+                " or pass `generate` the whole conversation, or its new tokens with an attention_mask of all of it."
             )
 
 

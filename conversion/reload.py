@@ -31,6 +31,7 @@ from .inject import inject, take_out_memory
 from .injected_attention import PREFIX, is_injected
 from .injection_config import LiZAConfig, TNTInjectionConfig, injection_from_dict
 from .language_model import language_model
+from .schedules import set_aside_alike
 from .source import HUB_ID, check_reachable, locate, read_header, read_json, read_source
 
 
@@ -294,10 +295,13 @@ def _attach(
                 else:
                     kind = PeftModelForCausalLM if config.task_type == "CAUSAL_LM" else PeftModel
                     model = kind(host, config, name)
-            _check_adapter(model, name, folder)
+            resized = _check_adapter(model, name, folder)
             found = model.load_adapter(str(folder), name, is_trainable=is_trainable, torch_device="cpu")
-            if lost := found.unexpected_keys:  # all were expected above, and the library renames some
+            if lost := [
+                key for key in found.unexpected_keys if key not in resized
+            ]:  # all were expected above, and the library renames some
                 raise ValueError(f"adapter={str(folder)!r}: peft does not find the place of tensor {lost[0]!r}.")
+        set_aside_alike(model)
     except Exception:
         if wrapped:
             if name in model.peft_config:
@@ -311,17 +315,22 @@ def _attach(
     return model
 
 
-def _check_adapter(model: nn.Module, name: str, folder: Path) -> None:
-    """Whether the adapter's file holds exactly the tensors of adapter `name` (embeddings saved with it may come)."""
+def _check_adapter(model: nn.Module, name: str, folder: Path) -> set[str]:
+    """Whether the adapter's file holds exactly the tensors of adapter `name` (embeddings saved with it may come).
+    Returns what peft adds where embeddings were resized: tensors of adapters under names that it does not read."""
     from peft import get_peft_model_state_dict
 
     own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     stored = {x.name: x for x in read_header(folder / ADAPTER_WEIGHTS)}
     everything = model.state_dict()
-    strange = [x for x in stored if x not in own and x not in everything]
+    resized = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=True)
+    resized = {x: y for x, y in resized.items() if x not in own and x not in everything}
+    strange = [x for x in stored if x not in own and x not in everything and x not in resized]
     shapes = {key: tuple(x.shape) for key, x in own.items()}
+    everything = resized | everything
     shapes |= {key: tuple(everything[key].shape) for key in stored if key not in own and key in everything}
     _check_tensors(shapes, stored, strange, str(folder))
+    return set(resized)
 
 
 # -------------------------------------------------------------------------------------------------------------- checks

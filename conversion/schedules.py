@@ -41,6 +41,23 @@ def _saved_with_adapters(model: nn.Module) -> Iterator[nn.Module]:
             yield from mag_modules(module)
 
 
+@torch.no_grad()
+def set_aside_alike(model: nn.Module) -> None:
+    """
+    What peft keeps aside of each memory gets the weight of the adapter in use. Nobody hears it where a disabled
+    adapter is the source model; but peft makes the next adapter out of it, and TRL, whose reference policy is one,
+    then copies parameters only.
+    """
+    for module in model.modules():
+        memory = getattr(module, "memory", None)
+        if getattr(module, "keeps_memory", True) or not isinstance(
+            getattr(memory, "modules_to_save", 0), nn.ModuleDict
+        ):
+            continue
+        for ours, aside in zip(mag_modules(memory), mag_modules(memory.original_module)):
+            aside.weight.copy_(ours.weight)
+
+
 class LiZACallback(TrainerCallback):
     """
     Schedules the Memory-as-Gate weight of every injected module.
@@ -153,6 +170,7 @@ class LiZACallback(TrainerCallback):
     def _set(self, model: nn.Module, step: int) -> None:
         for module in mag_modules(model):
             module.weight.fill_(self.weight_at(step))
+        set_aside_alike(model)
 
 
 def _check_weight(name: str, value) -> None:

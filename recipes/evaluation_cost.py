@@ -76,7 +76,7 @@ def cost_at(model: nn.Module, ids: Tensor) -> dict[str, Any]:
         end = _clock(ids.device)
         if repeat:  # the first one warms up
             prefill.append(prefix.shape[1] / (read - start))
-            decode.append(decoded / (end - read))
+            decode += [decoded / (end - read)] if cache is not None and decoded else []
     state, kept = cache_bytes(cache)
     entry = {"context": ids.shape[1], "state_bytes": state, "kv_bytes": kept, **_speed("prefill", prefill)}
     return entry if cache is None or not decoded else {**entry, **_speed("decode", decode)}

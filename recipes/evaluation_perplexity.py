@@ -10,8 +10,9 @@ Axis legend
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -66,6 +67,21 @@ def rows_per_batch(batch_size: int | None, context: int, vocab_size: int) -> int
     return batch_size or max(1, min(MOST_ROWS, LOGITS_BYTES // (4 * context * vocab_size)))
 
 
+def rope_follows_length(config: Any) -> bool:
+    """Whether RoPE turns keys by other angles in longer rows."""
+    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]  # or by layer type
+    return "dynamic" in kinds or "longrope" in kinds
+
+
+def _batches(lengths: list[int], batch_size: int, growing: bool) -> Iterator[list[int]]:
+    """Indices of rows, the longest first, so that what does not fit is found at once; `growing`: each length alone."""
+    order = sorted(range(len(lengths)), key=lambda r: (lengths[r] if growing else -lengths[r], r))
+    groups = [list(same) for _, same in groupby(order, key=lambda r: lengths[r])] if growing else [order]
+    for group in groups:
+        yield from (group[first : first + batch_size] for first in range(0, len(group), batch_size))
+
+
 @torch.inference_mode()
 def token_losses(
     model: nn.Module, rows: Rows, batch_size: int, tell: Callable[[int], Any] = lambda rows_done: None
@@ -73,16 +89,19 @@ def token_losses(
     """
     Negative log-likelihood in nats of every predicted token: for each row `[T - 1]` float64, in the order of `rows`.
 
-    Rows of like length share a batch, padded on the right: what is read from there on changes nothing before.
+    Rows of like length share a batch, padded on the right: what is read from there on changes nothing before. Where
+    the longest row decides RoPE's frequencies, only rows of one length do, and the shortest are read first, because a
+    model keeps what has grown.
 
     Raises:
         ValueError: a probability that is not a number; names the document and the position.
     """
     device = next(model.parameters()).device
     losses: list[Tensor] = [None] * len(rows.ids)
-    order = sorted(range(len(rows.ids)), key=lambda r: (-len(rows.ids[r]), r))
-    for first in range(0, len(order), batch_size):
-        batch = order[first : first + batch_size]
+    growing = rope_follows_length(model.config)
+    if growing:
+        model(input_ids=rows.ids[0][:1, None].to(device), use_cache=False)  # frequencies are those of short rows again
+    for batch in _batches([len(ids) for ids in rows.ids], batch_size, growing):
         ids = nn.utils.rnn.pad_sequence([rows.ids[r] for r in batch], batch_first=True)
         logits = model(input_ids=ids[:, :-1].to(device), use_cache=False).logits
         for r, row in zip(batch, logits):

@@ -87,6 +87,7 @@ class ResumableTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.groups, self.data_state, self.folder = groups, data_state or {}, Path(self.args.output_dir)
         self.seconds, self.had_ended = 0.0, False
+        self.seconds_off, self._is_off = 0.0, False  # of evaluations and checkpoints
         self._run: dict[str, Any] = {}  # see run_state
         self._resumed: Path | None = None
         self._started = False
@@ -205,7 +206,7 @@ class ResumableTrainer(Trainer):
             self._tr_loss = torch.tensor(progress["loss"], device=self.args.device)
             self._total_loss_scalar = -progress["loss"]  # the summary at the end divides by the steps of this session
             self._globalstep_last_logged = progress["last_logged"]
-            self.seconds = progress["seconds"]
+            self.seconds, self.seconds_off = progress["seconds"], progress.get("seconds_off", 0.0)
             self._begun -= self.seconds
         if self.is_world_process_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -257,6 +258,7 @@ class ResumableTrainer(Trainer):
                 "loss": self._tr_loss.item(),
                 "last_logged": self._globalstep_last_logged,
                 "seconds": time.perf_counter() - self._begun,
+                "seconds_off": self.seconds_off,
             }
             # With `save_only_model` one process alone has made it.
             folder.mkdir(parents=True, exist_ok=True)
@@ -342,6 +344,13 @@ class ResumableTrainer(Trainer):
     @contextmanager
     def off_the_clock(self):
         """Time that does not count for tokens per second."""
-        start = time.perf_counter()
-        yield
-        self._clock += time.perf_counter() - start
+        if self._is_off:
+            yield
+            return
+        self._is_off, start = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            passed, self._is_off = time.perf_counter() - start, False
+            self._clock += passed
+            self.seconds_off += passed

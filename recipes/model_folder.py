@@ -48,7 +48,8 @@ class Model:
         count = {"lora" if adapter else "base": 0, "memory": 0}
         for tensor in tensors:
             kind = "memory" if ".memory." in tensor.name else "lora" if adapter else "base"
-            count[kind] += math.prod(tensor.shape)
+            if tensor.shape or kind != "memory":  # a scheduled weight is a buffer
+                count[kind] += math.prod(tensor.shape)
         return count
 
     @property

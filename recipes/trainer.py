@@ -353,7 +353,8 @@ class RecipeTrainer(ResumableTrainer):
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
         """As `Trainer`, but the loss is the mean over all scored tokens, not over rows of the means of their batches:
-        it does not depend on how rows are cut into batches or divided among processes."""
+        it does not depend on how rows are cut into batches or divided among processes (with RoPE of the types dynamic
+        and longrope, whose frequencies follow the longest row of a batch, it does where rows are not packed)."""
         self._evaluated = torch.zeros(2, dtype=torch.float64)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         losses, tokens = self._evaluated.tolist()

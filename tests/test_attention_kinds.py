@@ -120,6 +120,21 @@ def test_a_cached_window_is_read_in_the_units_it_was_filled_in(kinds_of_calls, s
     torch.testing.assert_close(found[in_front.bool()], whole[in_front.bool()], rtol=0, atol=1e-9)
 
 
+@torch.no_grad()
+def test_what_filled_a_session_of_an_earlier_release_is_not_known(tmp_path):
+    model = tiny_model(sliding_window=WINDOW)
+    ids, mask, positions = gap()
+    model.set_attn_implementation("sdpa_by_columns")
+    whole = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    cache = TNTCache(model.config)
+    model(ids[:, :18], attention_mask=mask[:, :18], position_ids=positions[:, :18], **{CACHE_NAME: cache})
+    cache.windows_of_columns = None  # which is then not in the file
+    cache.save(tmp_path / "session.safetensors")
+    cache = TNTCache.load(tmp_path / "session.safetensors", model.config)
+    options = {"attention_mask": mask, "position_ids": positions[:, 18:], CACHE_NAME: cache}
+    torch.testing.assert_close(model(ids[:, 18:], **options).logits, whole[:, 18:], rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("kind", ["unpadded_rows", "sdpa_by_columns"])
 def test_a_prompt_padded_on_the_right_is_answered_as_without_a_cache(kind):
     model = tiny_model(sliding_window=WINDOW)

@@ -59,7 +59,7 @@ def test_an_answer_is_not_generated_twice_from_one_cache(make, length):
     model, whole = make(), tokens(1, READ)
     cache = filled(model, whole)
     before = copy.deepcopy(cache)
-    with pytest.raises(ValueError, match="holds 11 tokens already: to go on from a cache pass"):
+    with pytest.raises(ValueError, match="holds 11 tokens already"):
         model.generate(whole[:, :length], attention_mask=ones(length), **{CACHE_NAME: cache}, **GREEDY)
     after = torch.cat([whole, tokens(1, 5, seed=3)], 1)
     options = {"attention_mask": ones(16), **GREEDY}
@@ -79,7 +79,7 @@ def test_a_mask_of_another_conversation_is_refused(make, given, columns):
 def test_embeddings_are_of_the_whole_conversation():
     model = tiny_model()
     cache, embeds = filled(model, tokens(1, READ)), model.get_input_embeddings()(tokens(1, 15))
-    with pytest.raises(ValueError, match=r"26 columns, inputs_embeds 15, .* pass the whole conversation\."):
+    with pytest.raises(ValueError, match=r"26 columns, the prompt 15, .* pass the whole conversation\."):
         model.generate(inputs_embeds=embeds, attention_mask=ones(26), **{CACHE_NAME: cache}, **GREEDY)
 
 
@@ -92,5 +92,35 @@ def test_speculation_begins_with_an_empty_cache(how):
     wanted = model.generate(whole, attention_mask=ones(18), **GREEDY)
     options |= {"attention_mask": ones(18), CACHE_NAME: cache, **GREEDY}
     assert torch.equal(model.generate(whole, **options), wanted)
-    with pytest.raises(ValueError, match="decoding begin with an empty cache"):
-        model.generate(torch.cat([wanted, whole], 1), **options | {"attention_mask": ones(40)})
+    longer = torch.cat([wanted, whole], 1)
+    options |= {"attention_mask": ones(40)}
+    with pytest.raises(ValueError, match="pass only the new tokens with an attention_mask of all tokens"):
+        model.generate(longer, **options)
+    found = model.generate(longer[:, cache.get_seq_length() :], **options)  # each of which is then read once
+    assert torch.equal(found[:, -4:], model.generate(longer, attention_mask=ones(40), **GREEDY)[:, -4:])
+
+
+def test_a_refused_prompt_of_beams_leaves_the_cache():
+    model, whole = tiny_model(), tokens(1, 16)
+    cache = filled(model, whole[:, :READ])
+    cache.batch_repeat_interleave(3)
+    options = {CACHE_NAME: cache, "num_beams": 3, **GREEDY}
+    with pytest.raises(ValueError, match="holds 11 tokens already"):
+        model.generate(whole, attention_mask=ones(20), **options)
+    model.generate(whole, attention_mask=ones(16), **options)
+    with pytest.raises(ValueError, match="running beams"):
+        model.generate(torch.cat([whole, whole], 1), attention_mask=ones(32), **options)
+
+
+@pytest.mark.parametrize("length", [READ, 6])
+def test_a_decoding_loop_of_ones_own_does_not_read_twice_either(length):
+    model = tiny_model()
+    cache = filled(model, tokens(1, READ))
+
+    def loop(model, input_ids, **kwargs):
+        return model(input_ids, **{CACHE_NAME: cache})
+
+    with pytest.raises(ValueError, match="holds 11 tokens already"):
+        model.generate(
+            tokens(1, length), attention_mask=ones(length), custom_generate=loop, **{CACHE_NAME: cache}, **GREEDY
+        )

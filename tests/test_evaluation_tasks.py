@@ -14,8 +14,9 @@ from tiny_hosts import OPEN_LIZA, OPEN_TNT, tiny_host
 from torch.nn.functional import log_softmax
 
 from tnt_hf import TNTForCausalLM, memory_state_bytes
+from tnt_hf.branch_tnt import TNTMemory
 from tnt_hf.conversion import inject
-from tnt_hf.conversion.ablations import ablations, gates
+from tnt_hf.conversion.ablations import ablations, gates, opened
 from tnt_hf.recipes import evaluation_cost
 from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.evaluation_cost import DECODED, cache_bytes, cost_at, cost_rows
@@ -194,6 +195,56 @@ def test_an_open_memory_matters_and_a_closed_one_does_not():
     assert all(abs(row["nats"]) > 1e-6 for name, row in result.items() if name != "all branches")
     off = ablation_result(opened, rows, 2)["memory off"]
     assert off["nats"] == off["nats_standard_error"] == 0.0
+
+
+@pytest.mark.parametrize("changes", [{}, {"memory_gate": "product"}, {"memory_gate": "published"}, {"variant": "mal"}])
+def test_memory_off_is_a_memory_that_says_nothing(changes):
+    """The gate of the paper also norms attention and halves it where the memory is silent, and still does."""
+    rows, model = Rows.of(documents(40, 25), 40, begin=0), tiny_model(**changes)
+
+    def silent(_, __, output):
+        return torch.zeros_like(output[0]), *output[1:]
+
+    with opened(model, seed=0):
+        result = ablation_result(model, rows, 2)
+        for module in model.modules():
+            if isinstance(module, TNTMemory):
+                module.register_forward_hook(silent)
+        found = perplexity_result(rows, token_losses(model, rows, 2))["overall"]
+    assert result["memory off"]["perplexity"] == pytest.approx(found, rel=1e-12)
+    assert result["memory off"]["perplexity"] != result["all branches"]["perplexity"]
+
+
+def test_attention_off_is_a_mixing_weight_of_1():
+    """As for LiZA, whose formula it is."""
+    rows, model = Rows.of(documents(40, 25), 40, begin=0), tiny_model(memory_gate="mix")
+    result = ablation_result(model, rows, 2)
+    for name, weight in (("attention off", 1.0), ("memory off", 0.0)):
+        for gate in gates(model):
+            gate.weight.fill_(weight)
+        found = perplexity_result(rows, token_losses(model, rows, 2))["overall"]
+        assert result[name]["perplexity"] == pytest.approx(found, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_perplexity_does_not_depend_on_what_shares_a_batch(kind, batch_size):
+    """Nor on what was read before: RoPE's frequencies follow the longest row, and stay."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        pairs = 4
+        rope |= {"original_max_position_embeddings": 32, "short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs}
+    sizes = {"sliding_window": 64, "max_position_embeddings": 32 if kind == "dynamic" else 128}
+
+    def fresh():
+        return tiny_model(rope_parameters=rope, **sizes)
+
+    rows = Rows.of(documents(20, 30, 50, 80, 100, 25, 50), 100, begin=0)
+    alone = [token_losses(fresh(), Rows([ids], [0]), 1)[0] for ids in rows.ids]
+    model = fresh()
+    for _ in range(2):
+        for found, wanted in zip(token_losses(model, rows, batch_size), alone, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
 def test_nats_are_the_rise_of_the_loss():

@@ -26,7 +26,7 @@ from tnt_hf.conversion.adapters import get_tptt_model, lora_config
 from tnt_hf.conversion.inject import inject, set_max_self_attn_length, unload
 from tnt_hf.conversion.injection_config import TNTInjectionConfig
 from tnt_hf.conversion.reload import load_injected
-from tnt_hf.conversion.schedules import mag_modules
+from tnt_hf.conversion.schedules import LiZACallback, mag_modules
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +222,44 @@ def test_damaged_adapters_are_refused_and_the_base_stays_as_it_was(adapter, dama
     assert (base.config.to_dict(), list(base.state_dict())) == before
     assert all(parameter.requires_grad for parameter in base.parameters())
     assert torch.equal(logits(base), logits(tiny_host("llama")))
+
+
+@pytest.mark.parametrize("operator", ["liza", "mix", "tnt"])
+@pytest.mark.parametrize("how", ["loaded", "scheduled"])
+def test_the_next_adapter_is_the_reference_that_trl_makes_of_it(how, operator, tmp_path):
+    """It adds an adapter and copies the parameters of the first; the mixing weight is none."""
+    model = train(with_lora(operator=operator, lora_dropout=0.0))
+    if how == "loaded":
+        model.save_pretrained(tmp_path)
+        model = load_injected(tiny_host("llama"), tmp_path, is_trainable=True).eval()
+    else:
+        LiZACallback("constant", final_weight=0.9)._set(model, 0)
+    policy = logits(model)
+    model.add_adapter("ref", model.peft_config["default"])
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if ".default." in name:
+                parameters[name.replace(".default.", ".ref.")].copy_(parameter)
+    model.set_adapter("ref")
+    assert torch.equal(logits(model), policy)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), logits(tiny_host("llama")))
+
+
+@pytest.mark.parametrize("saved", [[], ["lm_head"]], ids=["memory", "memory and head"])
+def test_an_adapter_of_a_model_with_more_tokens(saved, tmp_path):
+    """As with a chat template that brings its own: peft then saves the embeddings, and some tensors twice."""
+
+    def resized():
+        host = tiny_host("llama")
+        host.resize_token_embeddings(host.config.vocab_size + 16)
+        return host
+
+    host = inject(resized(), OPEN_TNT)
+    model = train(get_peft_model(host, lora_config(host, modules_to_save=saved)))
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    assert torch.equal(logits(load_injected(resized(), tmp_path)), logits(model))
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])

@@ -67,7 +67,7 @@ class TNTCache(DynamicCache):
     unusable: str | None = None  # why it cannot be gone on from
     own_positions = False  # whether its tokens were placed otherwise than without `position_ids`
     counts_padding = False  # whether padding in front of some of them is known to be counted in their positions
-    windows_of_columns = False  # whether the last call's windows counted padding, too
+    windows_of_columns: bool | None = None  # whether the last call's windows counted padding, too, if that is known
 
     def __init__(self, config: TNTConfig):
         if hasattr(config, "__next__"):  # what is in the caches of several copies of a model
@@ -110,20 +110,12 @@ class TNTCache(DynamicCache):
         for layer in self._memory_layers():
             layer._map_states(torch.zeros_like)  # the library's zeros in place are refused after inference mode
         super().reset()
-        self.unusable = self.placed = self.agreed = None
-        self.holds_padding = self.own_positions = self.counts_padding = self.windows_of_columns = False
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.placed = self.agreed = None  # the mask of the last call is that of other rows
+        self.unusable = self.placed = self.agreed = self.windows_of_columns = None
+        self.holds_padding = self.own_positions = self.counts_padding = False
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self.placed = self.agreed = None
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.placed = self.agreed = None
+        self.placed = self.agreed = None  # the mask of the last call is that of other rows
 
     def detach(self) -> None:
         """
@@ -218,7 +210,7 @@ class TNTCache(DynamicCache):
             "format": SESSION_FORMAT,
             "config": json.dumps(self.fingerprint),
             "cumulative_lengths": json.dumps([getattr(layer, "cumulative_length", None) for layer in self.layers]),
-            **{name: json.dumps(getattr(self, name)) for name in NOTES},
+            **{name: json.dumps(note) for name in NOTES if (note := getattr(self, name)) is not None},
         }
         save_file(tensors, path, metadata=metadata)
 
@@ -252,8 +244,8 @@ class TNTCache(DynamicCache):
         cache = cls(filled_with)
         cache._fill(tensors, _said(metadata, "cumulative_lengths", list), filled_with)
         cache.adapt(config)
-        for name in NOTES:
-            setattr(cache, name, _said({name: "false"} | metadata, name, bool))  # not in old ones
+        for name in metadata.keys() & set(NOTES):  # not in old ones
+            setattr(cache, name, _said(metadata, name, bool))
         cache.unplaced = set(range(len(cache.layers)))
         return cache
 

@@ -127,25 +127,24 @@ def check_usable(cache: Cache) -> None:
     cache.unusable = None
 
 
-def check_prompt(cache: Cache, given: int, columns: int, whole: bool) -> None:
+def check_prompt(cache: Cache, given: int, columns: int, whole: bool = True, new: bool = True) -> None:
     """
     What `generate` reads behind cached tokens: `given` columns of `input_ids` or `inputs_embeds`, which the library
     cuts to the new ones by the `columns` of the mask. It drops a mask of ones before anybody else sees it.
 
     Args:
-        whole: of embeddings it takes the whole conversation only.
+        whole: whether it takes the whole conversation. new: or, with a mask of all of it, its new tokens.
 
     Raises:
-        ValueError: they are neither the whole conversation nor, with a mask of all of it, its new tokens.
+        ValueError: they are neither.
     """
     past = int(cache.get_seq_length())
-    if not past or columns == given > past or (columns == past + given and not whole):
+    if not past or (whole and columns == given > past) or (new and columns == past + given):
         return
-    name = "inputs_embeds" if whole else "input_ids"
+    ways = ["the whole conversation"] * whole + ["only the new tokens with an attention_mask of all tokens"] * new
     raise ValueError(
-        f"attention_mask has {columns} columns, {name} {given}, and {CACHE_NAME} holds {past} tokens already: to go on"
-        " from a cache pass the whole conversation"
-        + ("." if whole else " as input_ids, or only the new tokens with an attention_mask of all tokens.")
+        f"attention_mask has {columns} columns, the prompt {given}, and {CACHE_NAME} holds {past} tokens already: to"
+        f" go on from a cache pass {', or '.join(ways)}."
     )
 
 

@@ -140,7 +140,8 @@ def _check_windows(
     """With padding between valid tokens a cached window holds other keys where it counts columns. The kind of
     attention may have changed since they were cached."""
     by_columns = not counts_valid_tokens(implementation)
-    if by_columns != cache.windows_of_columns and cache.holds_padding and config.sliding_window is not None:
+    changed = cache.windows_of_columns is not None and by_columns != cache.windows_of_columns
+    if changed and cache.holds_padding and config.sliding_window is not None:
         earlier = None if attention_mask is None or attention_mask.ndim != 2 else attention_mask[:, :-T].to(torch.bool)
         if earlier is not None and bool((earlier[:, :-1] & ~earlier[:, 1:]).any()):
             units = ("columns", "valid tokens") if by_columns else ("valid tokens", "columns")

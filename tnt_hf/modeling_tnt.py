@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin, GenerationMode
+from transformers.generation import GenerationMixin
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -755,7 +755,7 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         # The memory-only variant keeps keys of no width, which the cache learns from its first update.
         return None if self.config.variant == "lmm" else super()._get_static_cache_init_shape()
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, *args, **kwargs):
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """[`TNTCache`] by default; what cannot hold a memory is refused here, before any compute."""
         kind, cache = generation_config.cache_implementation, model_kwargs.get(CACHE_NAME)
         if self._is_stateful and getattr(generation_config, "is_assistant", False):
@@ -769,17 +769,14 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
             check_usable(cache)
             check_used(generation_config.use_cache)
             mask, past = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
-            if past and mode is GenerationMode.ASSISTED_GENERATION:  # whose first call takes all tokens for new
-                raise ValueError(
-                    f"{CACHE_NAME} holds {past} tokens already: assisted and prompt-lookup decoding begin with an"
-                    " empty cache; leave it out."
-                )
+            if (columns := self._columns(generation_config, model_kwargs, past + 1)) <= past:
+                check_prompt(cache, columns, columns)
             if past and mask is not None and mask.ndim == 2:
                 check_mask(cache, mask, past)
         if cache is None and kind in (None, "dynamic") and generation_config.use_cache is not False:
             cache = model_kwargs[CACHE_NAME] = TNTCache(self.config)
         else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args, **kwargs)
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
             cache = model_kwargs.get(CACHE_NAME)
         if cache is not None:
             cache.ended = generation_config._ended = EndedRows()
@@ -787,20 +784,34 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         """That of the library, of tokens that follow the cached ones."""
         if (cache := model_kwargs.get(CACHE_NAME)) is not None:
-            mask = model_kwargs.get("attention_mask")
             embeds = model_kwargs.get("inputs_embeds") if is_first_iteration else None
             given = (input_ids if embeds is None else embeds).shape[1]
-            # `generate` drops a mask of ones and keeps its length
-            columns = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
-            check_prompt(cache, given, columns, embeds is not None)
+            check_prompt(cache, given, self._columns(generation_config, model_kwargs, given), new=embeds is None)
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+
+    @staticmethod
+    def _columns(generation_config, model_kwargs, default: int) -> int:
+        """Of the mask, which `generate` drops if it is all ones, and keeps its length."""
+        mask = model_kwargs.get("attention_mask")
+        return getattr(generation_config, "_mask_length", default) if mask is None else mask.shape[1]
+
+    def _assisted_decoding(self, input_ids, *args, **model_kwargs):
+        """That of the library, whose first call takes all tokens of `input_ids` for new ones."""
+        if (cache := model_kwargs.get(CACHE_NAME)) is not None:
+            given = input_ids.shape[1]
+            check_prompt(
+                cache, given, self._columns(model_kwargs["generation_config"], model_kwargs, given), whole=False
+            )
+        return super()._assisted_decoding(input_ids, *args, **model_kwargs)
 
     def _beam_search(self, *args, **model_kwargs):
         """That of the library. Rows of the cache are then those that a next step would have been for."""
+        cache = model_kwargs.get(CACHE_NAME)
+        past = 0 if cache is None else int(cache.get_seq_length())
         try:
             return super()._beam_search(*args, **model_kwargs)
         finally:
-            if (cache := model_kwargs.get(CACHE_NAME)) is not None:
+            if cache is not None and int(cache.get_seq_length()) != past:
                 cache.unusable = BEAMS
 
     def _get_stopping_criteria(self, generation_config, *args, **kwargs):

@@ -3,8 +3,8 @@
 Both read random tokens. TNT's prompt is read in one call, and its cache decodes on from there. Keys and values of the
 Llama are random numbers of as many tokens, for nothing in its speed depends on what they are; it decodes with the
 library's default cache, which is copied as it grows, and with the static one, which is not. Every decoded token is a
-forward call of its own, and the memory goes on from turn to turn. In the row `flat` the shortest and the longest
-context take turns with each other.
+forward call of its own. The memory goes on from turn to turn, the Llama's cache goes back to its context. In the row
+`flat` the shortest and the longest context take turns with each other.
 
 Axis legend: B batch   T tokens
 """
@@ -192,8 +192,7 @@ def at_context(context: int, settings: DecodeSettings, tell) -> dict:
                 cache = copy.deepcopy(caches[name])
                 cache.batch_repeat_interleave(batch_size)
             else:
-                more = settings.steps * (settings.rounds + 1)
-                cache = filled(models[LLAMA], context, batch_size, more, static=name == STATIC)
+                cache = filled(models[LLAMA], context, batch_size, settings.steps, static=name == STATIC)
             if name == LLAMA:
                 result["cache_bytes"][name] = cache_bytes(cache) // batch_size
             calls[name] = decoding(name, models.get(name, models[LLAMA]), cache, batch_size, settings)
@@ -230,6 +229,11 @@ def decoding(name: str, model: PreTrainedModel, cache, batch_size: int, settings
         if not logits.isfinite().all():
             raise SystemExit(f"{name}: logits are not finite while decoding")
         state["ids"] = ids
+        if name == LLAMA:
+            cache.crop(-settings.steps)
+        elif name == STATIC:
+            for layer in cache.layers:
+                layer.cumulative_length -= settings.steps
 
     return call
 

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 
-def largest_distance(got: Iterable[Tensor | None], want: Iterable[Tensor | None]) -> float:
-    """The largest distance of any pair of tensors, relative to the norm of the wanted one; `None` is 0."""
-    return max(_differences(got, want, lambda x: x.norm().item()), key=_nan_is_the_worst)
+def largest_distance(got: Iterable[Tensor | None], want: list[Tensor | None], least: float) -> float:
+    """The largest distance of any pair of tensors, relative to the norm of the wanted one, but at least to `least` of
+    the largest norm: what nearly cancels is rounding. `None` is 0."""
+    floor = least * max(x.double().norm().item() for x in want if x is not None)
+    return max(_differences(got, want, lambda x: x.norm().item(), floor), key=_nan_is_the_worst)
 
 
 def largest_difference(got: Iterable[Tensor | None], want: Iterable[Tensor | None]) -> float:
@@ -15,14 +17,16 @@ def largest_difference(got: Iterable[Tensor | None], want: Iterable[Tensor | Non
     return max(_differences(got, want, lambda x: x.abs().max().item()), key=_nan_is_the_worst)
 
 
-def _differences(got: Iterable[Tensor | None], want: Iterable[Tensor | None], size_of: Callable) -> list[float]:
+def _differences(
+    got: Iterable[Tensor | None], want: Iterable[Tensor | None], size_of: Callable, floor: float = 0.0
+) -> list[float]:
     differences = []
     for x, y in zip(got, want, strict=True):
         if x is None and y is None:
             continue
         x, y = (0.0 * other if one is None else one for one, other in ((x, y), (y, x)))
         x, y = x.detach().double().cpu(), y.detach().double().cpu()
-        difference, size = size_of(x - y), size_of(y)
+        difference, size = size_of(x - y), max(size_of(y), floor)
         differences.append(difference / size if size else difference)
     return differences
 

@@ -111,15 +111,24 @@ def time_steps(context: int, settings: TrainSettings, tell) -> dict:
 
     implementation = {"memory_implementation": settings.memory_implementation}
     configs = equal_configs(list(settings.contestants), shape, **implementation)
-    models = {n: build(n, c, settings.attention, settings.seed).to(settings.device) for n, c in configs.items()}
-    calls = {contestant: step(contestant, model) for contestant, model in models.items()}
-    bytes_of_first_steps = {}
+    models, calls, bytes_of_first_steps = {}, {}, {}
+
+    def begin(contestant):
+        model = build(contestant, configs[contestant], settings.attention, settings.seed)
+        models[contestant] = model.to(settings.device)
+        calls[contestant] = step(contestant, models[contestant])
+        calls[contestant]()
+
     for contestant in settings.contestants:
         tell(f"{contestant}, first step")
-        if (size := fits(calls[contestant], settings.device)) is None:
-            del calls[contestant], models[contestant]
+        if (size := fits(lambda name=contestant: begin(name), settings.device)) is None:
+            models.pop(contestant, None), calls.pop(contestant, None)
         elif settings.device == "cuda":
             bytes_of_first_steps[contestant] = size
+    for contestant in list(calls) if settings.device == "cuda" else ():  # beside the moments of all others
+        tell(f"{contestant}, second step")
+        if fits(calls[contestant], settings.device) is None:
+            del models[contestant], calls[contestant]
     if not calls:
         raise SystemExit(f"{ids.numel()} tokens do not fit into the memory for any contestant: choose fewer --tokens")
     warmup = 2 if context <= settings.tokens else 0  # until what is freed and kept suffices; longer steps take minutes
