@@ -240,10 +240,11 @@ def test_perplexity_does_not_depend_on_what_shares_a_batch(kind, batch_size):
         return tiny_model(rope_parameters=rope, **sizes)
 
     rows = Rows.of(documents(20, 30, 50, 80, 100, 25, 50), 100, begin=0)
-    alone = [token_losses(fresh(), Rows([ids], [0]), 1)[0] for ids in rows.ids]
+    long = [ids for ids in rows.ids if len(ids) > 32]  # none of them brings the frequencies of short rows back
     model = fresh()
-    for _ in range(2):
-        for found, wanted in zip(token_losses(model, rows, batch_size), alone, strict=True):
+    for read in (rows, Rows(long, [0] * len(long))):
+        alone = [token_losses(fresh(), Rows([ids], [0]), 1)[0] for ids in read.ids]
+        for found, wanted in zip(token_losses(model, read, batch_size), alone, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
