@@ -56,7 +56,7 @@ def _hooked(handles: list) -> Iterator[None]:
 
 
 def without_memory(model: nn.Module):
-    """The memory layers compute their attention alone, as if the gate were closed."""
+    """The memory layers compute their attention alone, as if the memory said nothing or the gate were closed."""
 
     def attention_alone(gate: TNTMemoryGate, args: tuple, output: Tensor) -> Tensor:
         if args[0] is None:

@@ -297,9 +297,8 @@ def _attach(
                     model = kind(host, config, name)
             resized = _check_adapter(model, name, folder)
             found = model.load_adapter(str(folder), name, is_trainable=is_trainable, torch_device="cpu")
-            if lost := [
-                key for key in found.unexpected_keys if key not in resized
-            ]:  # all were expected above, and the library renames some
+            # all were expected above, and the library renames some
+            if lost := [key for key in found.unexpected_keys if key not in resized]:
                 raise ValueError(f"adapter={str(folder)!r}: peft does not find the place of tensor {lost[0]!r}.")
         set_aside_alike(model)
     except Exception:

@@ -44,9 +44,9 @@ def _saved_with_adapters(model: nn.Module) -> Iterator[nn.Module]:
 @torch.no_grad()
 def set_aside_alike(model: nn.Module) -> None:
     """
-    What peft keeps aside of each memory gets the weight of the adapter in use. Nobody hears it where a disabled
-    adapter is the source model; but peft makes the next adapter out of it, and TRL, whose reference policy is one,
-    then copies parameters only.
+    What peft keeps aside of each memory gets the weight of the adapter in use. While the adapter is there nobody hears
+    it, where a disabled one is the source model; but peft makes the next adapter out of it, and TRL, whose reference
+    policy is one, then copies parameters only. A memory that the model was loaded or made with keeps its own.
     """
     for module in model.modules():
         memory = getattr(module, "memory", None)
@@ -54,7 +54,7 @@ def set_aside_alike(model: nn.Module) -> None:
             getattr(memory, "modules_to_save", 0), nn.ModuleDict
         ):
             continue
-        for ours, aside in zip(mag_modules(memory), mag_modules(memory.original_module)):
+        for ours, aside in zip(mag_modules(memory), mag_modules(memory.original_module), strict=True):
             aside.weight.copy_(ours.weight)
 
 

@@ -76,6 +76,7 @@ class ChatEncoder:
             "assistant_only_loss": self.assistant_only,
             "truncated_to": self.row_length,
             "borders": "of what is not cut away",
+            "null fields": "left out",
         }
 
     def encode(self, conversations: list[list[dict]]) -> list[Encoded | str]:
@@ -89,7 +90,7 @@ class ChatEncoder:
         ids, scored = self._tokens(whole), None
         if self.assistant_only:
             scored, borders = np.zeros(len(ids), dtype=bool), []
-            spans = self._marked(messages) if self.marked else self._between_prefixes(messages, whole)
+            spans = self._marked(messages, whole) if self.marked else self._between_prefixes(messages, whole)
             for edge in chain.from_iterable(spans):
                 prefix = self._tokens(whole[:edge])
                 if ids[: self.row_length][: len(prefix)] != prefix[: self.row_length]:
@@ -105,13 +106,17 @@ class ChatEncoder:
             return "no assistant token within sequence_length" if cut else "no assistant token"
         return Encoded(np.asarray(ids, dtype=np.int32), scored, cut)
 
-    def _marked(self, messages: list[dict]) -> list[tuple[int, int]]:
+    def _marked(self, messages: list[dict], whole: str) -> list[tuple[int, int]]:
         """The characters `(begin, end)` of the template's generation blocks."""
         # Not the mask of apply_chat_template: it marks all that follows a block whose last character belongs to the
         # first token, or to none, as blanks do that a tokenizer's normaliser drops.
-        _, (spans,) = render_jinja_template(
+        (text,), (spans,) = render_jinja_template(
             [messages], return_assistant_tokens_mask=True, **self.rendering, **self.tokenizer.special_tokens_map
         )
+        if text != whole:
+            raise ValueError(
+                "tokenizer: its chat template renders one conversation in two ways: its marks say nothing"
+            )
         return spans
 
     def _between_prefixes(self, messages: list[dict], whole: str) -> Iterator[tuple[int, int]]:

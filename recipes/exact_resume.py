@@ -87,7 +87,8 @@ class ResumableTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.groups, self.data_state, self.folder = groups, data_state or {}, Path(self.args.output_dir)
         self.seconds, self.had_ended = 0.0, False
-        self.seconds_off, self._is_off = 0.0, False  # of evaluations and checkpoints
+        self.seconds_training = 0.0  # of them, without evaluations and checkpoints
+        self._seconds_off, self._off_since = 0.0, None
         self._run: dict[str, Any] = {}  # see run_state
         self._resumed: Path | None = None
         self._started = False
@@ -130,6 +131,7 @@ class ResumableTrainer(Trainer):
                     print(f"going on from {self._resumed}", flush=True)
             self.train(resume_from_checkpoint=None if self._resumed is None else str(self._resumed))
         self.seconds = time.perf_counter() - self._begun
+        self.seconds_training = self.seconds - self._seconds_off
 
     def _end_again(self) -> None:
         """What training ends with, where only the results of a run are missing."""
@@ -198,7 +200,7 @@ class ResumableTrainer(Trainer):
     def _restore_progress(self) -> None:
         """Go on with what `Trainer` forgets: the loss since the last log, tokens, time, and the log file."""
         self._started, self._clock, self._begun = True, time.perf_counter(), time.perf_counter()
-        self._tokens_logged = self.state.num_input_tokens_seen
+        self._tokens_logged, self._seconds_off = self.state.num_input_tokens_seen, 0.0
         if self._resumed is not None:
             self.state.compute_steps(self.args, self.state.max_steps)  # how often to log, evaluate and save, as of now
             self._find_best(self._resumed.parent)
@@ -206,7 +208,7 @@ class ResumableTrainer(Trainer):
             self._tr_loss = torch.tensor(progress["loss"], device=self.args.device)
             self._total_loss_scalar = -progress["loss"]  # the summary at the end divides by the steps of this session
             self._globalstep_last_logged = progress["last_logged"]
-            self.seconds, self.seconds_off = progress["seconds"], progress.get("seconds_off", 0.0)
+            self.seconds, self._seconds_off = progress["seconds"], progress.get("seconds_off", 0.0)
             self._begun -= self.seconds
         if self.is_world_process_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -254,11 +256,12 @@ class ResumableTrainer(Trainer):
                 super()._save_checkpoint(model, trial)
             finally:
                 self.args.save_total_limit = limit
+            now = time.perf_counter()
             progress = {
                 "loss": self._tr_loss.item(),
                 "last_logged": self._globalstep_last_logged,
-                "seconds": time.perf_counter() - self._begun,
-                "seconds_off": self.seconds_off,
+                "seconds": now - self._begun,
+                "seconds_off": self._seconds_off + now - self._off_since,
             }
             # With `save_only_model` one process alone has made it.
             folder.mkdir(parents=True, exist_ok=True)
@@ -344,13 +347,13 @@ class ResumableTrainer(Trainer):
     @contextmanager
     def off_the_clock(self):
         """Time that does not count for tokens per second."""
-        if self._is_off:
+        if self._off_since is not None:
             yield
             return
-        self._is_off, start = True, time.perf_counter()
+        self._off_since = time.perf_counter()
         try:
             yield
         finally:
-            passed, self._is_off = time.perf_counter() - start, False
+            passed, self._off_since = time.perf_counter() - self._off_since, None
             self._clock += passed
-            self.seconds_off += passed
+            self._seconds_off += passed

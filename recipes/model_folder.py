@@ -48,8 +48,7 @@ class Model:
         count = {"lora" if adapter else "base": 0, "memory": 0}
         for tensor in tensors:
             kind = "memory" if ".memory." in tensor.name else "lora" if adapter else "base"
-            if tensor.shape or kind != "memory":  # a scheduled weight is a buffer
-                count[kind] += math.prod(tensor.shape)
+            count[kind] += math.prod(tensor.shape)
         return count
 
     @property

@@ -63,7 +63,7 @@ def write_run_record(trainer, facts: dict[str, Any], counts: dict[str, int], met
         **counts,
         "metrics": {name: x if math.isfinite(x) else None for name, x in metrics.items()},
         "seconds": round(seconds, 3),
-        "tokens_per_second": state.num_input_tokens_seen / (seconds - trainer.seconds_off) if seconds else None,
+        "tokens_per_second": state.num_input_tokens_seen / trainer.seconds_training if seconds else None,
         "peak_memory_bytes": max(peaks, default=None),
         "processes": trainer.args.world_size,
         "seed": trainer.args.seed,

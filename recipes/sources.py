@@ -111,7 +111,10 @@ class Columns:
 
 
 def checked_messages(value, where: str) -> list[dict]:
-    """`value` if it is a list of messages with a role and a text. Raises ValueError otherwise."""
+    """`value` without null fields if it is a list of messages with a role and a text. Raises ValueError otherwise.
+
+    Parquet gives every message, and all that is in it, the fields that any has: a template would print them.
+    """
     if not isinstance(value, list):
         raise ValueError(f"{where} must hold a list of messages, got {type(value).__name__}")
     for number, message in enumerate(value):
@@ -120,7 +123,14 @@ def checked_messages(value, where: str) -> list[dict]:
             raise ValueError(
                 f"{where}, message {number}: must have the texts 'role' and 'content', got {message!r:.200}"
             )
-    return value
+    return without_nulls(value)
+
+
+def without_nulls(value):
+    """`value` without the fields, at any depth, that are null."""
+    if isinstance(value, list):
+        return [without_nulls(x) for x in value]
+    return {name: without_nulls(x) for name, x in value.items() if x is not None} if isinstance(value, dict) else value
 
 
 # --- the three sources -----------------------------------------------------------------------------------------------

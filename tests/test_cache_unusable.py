@@ -323,8 +323,9 @@ def test_a_library_cache_starts_over_without_its_padding():
     torch.testing.assert_close(logits, model(ids).logits[:, 5:], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("operation", ["reorder_cache", "batch_select_indices"])
 @torch.no_grad()
-def test_rows_that_change_places_need_their_own_mask():
+def test_rows_that_change_places_need_their_own_mask(operation):
     """In a decoding loop only the first mask is looked at."""
     model, ids = tiny_model(), tokens(2, 9)
     mask = torch.ones(2, 11, dtype=torch.long)
@@ -332,7 +333,7 @@ def test_rows_that_change_places_need_their_own_mask():
     cache = TNTCache(model.config)
     model(ids, attention_mask=mask[:, :9], past_key_values=cache)
     model(ids[:, :1], attention_mask=mask[:, :10], past_key_values=cache)
-    cache.batch_select_indices(torch.tensor([1, 0]))
+    getattr(cache, operation)(torch.tensor([1, 0]))
     with pytest.raises(ValueError, match=r"calls \[6, 10\] of the 10 cached tokens of each row valid"):
         model(ids[:, :1], attention_mask=mask, past_key_values=cache)
     model(ids[:, :1], attention_mask=mask.flip(0), past_key_values=cache)

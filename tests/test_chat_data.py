@@ -1,6 +1,9 @@
 """Conversations as rows: what the assistant says is scored, exactly, or the template is refused."""
 
+import json
+
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -371,6 +374,38 @@ def test_null_fields_of_messages_are_as_if_they_were_not_there(tmp_path):
     tokenizer = bytes_tokenizer(template)
     built = build(tokenizer, tmp_path / "a.parquet", packing=False, assistant_only_loss=False)
     assert tokenizer.decode(built.train[0]["input_ids"]) == "HiBot Hello"
+
+
+NULLS = """
+{% for m in messages %}{% if 'calls' in m %}<{% for c in m.calls %}{{ c.arguments|tojson }}{% endfor %}>{% endif %}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content ~ '!' }}{% endgeneration %}{% else %}{{ m.content }}
+{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", [NULLS, NULLS.replace("{% generation %}", "").replace("{% endgeneration %}", "")])
+def test_null_fields_change_neither_tokens_nor_what_is_scored(template, tmp_path):
+    """Those of a message move what a template marks; those inside would be printed."""
+    calls = [{"arguments": {"city": "Paris"}}, {"arguments": {"query": "x"}}]
+    conversations = [
+        [
+            says("user", "q"),
+            says("assistant", "calling") | {"calls": [call]},
+            says("user", "42"),
+            says("assistant", "So"),
+        ]
+        for call in calls
+    ]
+    lines = write(tmp_path / "a.jsonl", jsonl([{"messages": x} for x in conversations]))
+    pq.write_table(pa.table({"messages": conversations}), tmp_path / "a.parquet")
+    tokenizer = bytes_tokenizer(template)
+    rows = [build(tokenizer, path, packing=False).train for path in (lines, tmp_path / "a.parquet")]
+    for one, other, call in zip(*rows, calls, strict=True):
+        assert all(np.array_equal(one[name], other[name]) for name in ("input_ids", "labels"))
+        scored = [int(x) for x in other["labels"] if x != -100]
+        called = f"<{json.dumps(call['arguments'])}>"
+        said = "calling!So!" if template is NULLS else f"{called}calling!So!"
+        assert tokenizer.decode(scored).replace("\n", "") == said
+        assert called in tokenizer.decode(other["input_ids"])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tnt_hf.convolution_tnt import TNTCausalConv, is_plain
 from tnt_hf.gate_tnt import TNTGateLinear
 from tnt_hf.native_step_tnt import NativeStep
 from tnt_hf.state_tnt import LayerState, StateLayout
+from tnt_hf.step_settings_tnt import StepSettings
 
 
 accelerate = pytest.importorskip("accelerate", reason="pip install 'tnt-hf[train]'")
@@ -184,5 +185,6 @@ def test_inputs_that_a_hook_would_move_are_left_to_it():
     with torch.no_grad():
         memory(x, None, cache)
         state = LayerState.read(cache, 0, StateLayout.of(memory.config))
-        assert memory._steps_in_place(state, x.dtype, (x, None))
-        assert not memory._steps_in_place(state, x.dtype, (x, elsewhere))
+        settings = StepSettings.of(memory.config)
+        assert memory._steps_in_place(state, x.dtype, (x, None), settings)
+        assert not memory._steps_in_place(state, x.dtype, (x, elsewhere), settings)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -138,3 +139,33 @@ def test_flash_attention_reads_packed_documents_apart_in_single_rows_only(make, 
             check_packed_rows(recipe, evaluates, *models)
     recipe.data.packing = False
     check_packed_rows(recipe, evaluates, model, None)
+
+
+def test_tokens_per_second_count_training_alone(tmp_path):
+    """Neither evaluations, before the first step too, nor checkpoints; a resumed run neither."""
+
+    def slow(run):
+        evaluate, save = run.evaluation_loop, run._save
+
+        def waiting(function):
+            def call(*args, **kwargs):
+                time.sleep(0.5)
+                return function(*args, **kwargs)
+
+            return call
+
+        run.evaluation_loop, run._save = waiting(evaluate), waiting(save)
+        return run
+
+    def run(folder, **options):
+        steps = {"save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+        return slow(trainer(folder, max_steps=4, **steps | options))
+
+    first = run(tmp_path / "out")
+    first.fit()
+    assert 0 < first.seconds_training < first.seconds - 4 * 0.5
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    again = run(tmp_path / "out")
+    again.fit()
+    assert again._resumed.name == "checkpoint-2"
+    assert 0 < again.seconds_training < again.seconds - 4 * 0.5

@@ -67,6 +67,7 @@ class TNTCache(DynamicCache):
     unusable: str | None = None  # why it cannot be gone on from
     own_positions = False  # whether its tokens were placed otherwise than without `position_ids`
     counts_padding = False  # whether padding in front of some of them is known to be counted in their positions
+    holds_beams = False  # of a search that goes on
     windows_of_columns: bool | None = None  # whether the last call's windows counted padding, too, if that is known
 
     def __init__(self, config: TNTConfig):
@@ -112,6 +113,11 @@ class TNTCache(DynamicCache):
         super().reset()
         self.unusable = self.placed = self.agreed = self.windows_of_columns = None
         self.holds_padding = self.own_positions = self.counts_padding = False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        if not self.holds_beams:  # which are moved within rows of one mask
+            self.placed = self.agreed = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)

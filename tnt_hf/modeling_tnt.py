@@ -799,19 +799,25 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
         """That of the library, whose first call takes all tokens of `input_ids` for new ones."""
         if (cache := model_kwargs.get(CACHE_NAME)) is not None:
             given = input_ids.shape[1]
-            check_prompt(
-                cache, given, self._columns(model_kwargs["generation_config"], model_kwargs, given), whole=False
-            )
+            columns = self._columns(model_kwargs["generation_config"], model_kwargs, given)
+            check_prompt(cache, given, columns, whole=False)
+            if model_kwargs.get("attention_mask") is not None and cache.get_seq_length():
+                raise ValueError(
+                    f"attention_mask: has padding, which assisted decoding behind a filled {CACHE_NAME} cannot say."
+                )
         return super()._assisted_decoding(input_ids, *args, **model_kwargs)
 
     def _beam_search(self, *args, **model_kwargs):
         """That of the library. Rows of the cache are then those that a next step would have been for."""
         cache = model_kwargs.get(CACHE_NAME)
-        past = 0 if cache is None else int(cache.get_seq_length())
+        if cache is None:
+            return super()._beam_search(*args, **model_kwargs)
+        past, cache.holds_beams = int(cache.get_seq_length()), True
         try:
             return super()._beam_search(*args, **model_kwargs)
         finally:
-            if cache is not None and int(cache.get_seq_length()) != past:
+            cache.holds_beams = False
+            if int(cache.get_seq_length()) != past:
                 cache.unusable = BEAMS
 
     def _get_stopping_criteria(self, generation_config, *args, **kwargs):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 
-def largest_distance(got: Iterable[Tensor | None], want: list[Tensor | None], least: float) -> float:
+def largest_distance(got: list[Tensor | None], want: list[Tensor | None], least: float) -> float:
     """The largest distance of any pair of tensors, relative to the norm of the wanted one, but at least to `least` of
     the largest norm: what nearly cancels is rounding. `None` is 0."""
     floor = least * max(x.double().norm().item() for x in want if x is not None)

@@ -128,7 +128,7 @@ def time_steps(context: int, settings: TrainSettings, tell) -> dict:
     for contestant in list(calls) if settings.device == "cuda" else ():  # beside the moments of all others
         tell(f"{contestant}, second step")
         if fits(calls[contestant], settings.device) is None:
-            del models[contestant], calls[contestant]
+            del models[contestant], calls[contestant], losses[contestant], bytes_of_first_steps[contestant]
     if not calls:
         raise SystemExit(f"{ids.numel()} tokens do not fit into the memory for any contestant: choose fewer --tokens")
     warmup = 2 if context <= settings.tokens else 0  # until what is freed and kept suffices; longer steps take minutes
@@ -148,7 +148,7 @@ def time_steps(context: int, settings: TrainSettings, tell) -> dict:
 
 
 def fits(call: Callable[[], object], device: str) -> int | None:
-    """Bytes of a GPU that a step needed beside what was there, 0 on a CPU; `None` if there were not enough."""
+    """Bytes of a GPU that a call needed beside what was there, 0 on a CPU; `None` if there were not enough."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
