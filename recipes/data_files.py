@@ -72,12 +72,19 @@ def data_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """What lies below `folder` and is not hidden, also behind links, but those that lead back to where one is."""
+    """What lies below `folder` and is not hidden, also behind links, but those that lead to where one comes anyway."""
+    root = folder.resolve()
     for name, folders, files in os.walk(folder, followlinks=True):
         here = Path(name)
         above = {x.resolve() for x in (here, *here.parents)}
         folders[:] = [x for x in folders if _is_open(x) and (here / x).resolve() not in above]
+        folders[:] = [x for x in folders if not (here / x).is_symlink() or not _is_inside((here / x).resolve(), root)]
         yield from (here / x for x in files if _is_open(x) and ((here / x).is_file() or (here / x).is_symlink()))
+
+
+def _is_inside(path: Path, root: Path) -> bool:
+    """Whether a walk from `root` comes to `path` without links."""
+    return path.is_relative_to(root) and all(map(_is_open, path.relative_to(root).parts))
 
 
 def _is_open(name: str) -> bool:

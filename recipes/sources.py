@@ -64,10 +64,11 @@ class Columns:
             )
         if there is None:
             return cls("text", (data.text_column,))
-        for kind, names in options.items():
+        field = "messages_column" if mode == "sft" else "text_column"
+        asked, usual = getattr(data, field), getattr(DataArguments, field)
+        for kind, names in options.items() if asked in (usual, *there) else ():  # a name that was given is no other
             if set(names) - {"input"} <= set(there):
                 return cls(kind, names)
-        field = "messages_column" if mode == "sft" else "text_column"
         raise ValueError(
             f"{field}={getattr(data, field)!r}: {where} has no such column, it has {', '.join(map(repr, there))}"
         )

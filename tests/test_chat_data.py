@@ -15,6 +15,7 @@ from tnt_hf.recipes.chat import PLAIN_TEMPLATE, ChatEncoder
 from tnt_hf.recipes.conversations import conversations, write_conversations
 from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.packing import IGNORED
+from tnt_hf.recipes.sources import Columns
 from tnt_hf.recipes.training_data import build_datasets, training_texts
 
 
@@ -362,6 +363,18 @@ def test_columns_decide_what_a_document_is(tmp_path):
     assert tokenizer.decode([token for token in plain if token != EOS]) == "plain"
     chat = build_datasets(data, tokenizer, seed=0, mode="sft").train[0]["input_ids"]
     assert tokenizer.decode(chat).startswith("User:\nHi\nAssistant:\nHello<|endoftext|>")
+
+
+@pytest.mark.parametrize(
+    "mode, given", [("sft", {"messages_column": "conversation"}), ("pretrain", {"text_column": "boddy"})]
+)
+def test_a_column_that_was_named_is_no_other(mode, given):
+    there = ["instruction", "output", "messages", "text"]
+    (field, value), *_ = given.items()
+    with pytest.raises(ValueError, match=f"{field}='{value}': it has no such column, it has 'instruction'"):
+        Columns.choose(there, DataArguments("x", **given), mode, "it")
+    assert Columns.choose(there, DataArguments("x"), mode, "it").kind == ("messages" if mode == "sft" else "text")
+    assert Columns.choose(there[:2], DataArguments("x"), mode, "it").kind == "instructions"
 
 
 def test_null_fields_of_messages_are_as_if_they_were_not_there(tmp_path):

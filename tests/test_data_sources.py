@@ -218,6 +218,18 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
     assert list(read_texts(str(tmp_path / "data"))) == expected
 
 
+def test_a_folder_with_a_second_name_is_read_once(tmp_path):
+    """Documents are held out by their names, so the same text would be on both sides."""
+    text_files(tmp_path / "data" / "2024")
+    expected = list(read_texts(str(tmp_path / "data")))
+    (tmp_path / "data" / "latest").symlink_to(tmp_path / "data" / "2024")
+    assert list(read_texts(str(tmp_path / "data"))) == expected
+    (tmp_path / "data" / "2024").rename(tmp_path / "data" / ".2024")  # is not read under this name
+    (tmp_path / "data" / "latest").unlink()
+    (tmp_path / "data" / "latest").symlink_to(tmp_path / "data" / ".2024")
+    assert list(read_texts(str(tmp_path / "data"))) == expected
+
+
 def test_a_link_to_nothing_is_told(tmp_path):
     write(tmp_path / "a.txt", "a")
     (tmp_path / "b.txt").symlink_to(tmp_path / "not mounted" / "b.txt")
