@@ -22,7 +22,7 @@ from tnt_hf.recipes.benchmarks.gate import require_agreement
 from tnt_hf.recipes.benchmarks.measure import take_turns
 from tnt_hf.recipes.benchmarks.plot import draw_file
 from tnt_hf.recipes.benchmarks.profile_step import OTHER, PARTS, shares, training_step
-from tnt_hf.recipes.benchmarks.settings import SUITES
+from tnt_hf.recipes.benchmarks.settings import SUITES, DecodeSettings
 from tnt_hf.recipes.benchmarks.suite_run import resolve
 
 
@@ -202,6 +202,18 @@ def test_more_contestants_are_compiled_than_torch_compiles_of_a_function(tmp_pat
 @pytest.mark.parametrize("contestant", FEW)
 def test_a_compiled_contestant_computes_what_it_should(contestant):
     train_models.check(contestant, blocked_attention.NAME, "cpu", seed=0, execution="compiled")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", [decode_suite.LLAMA, decode_suite.STATIC])
+def test_the_llama_decodes_every_turn_from_its_context(name):
+    settings = decode_suite.prepare(DecodeSettings(device="cpu", shape="tiny", steps=5))
+    model = decode_suite.placed(decode_suite.llama(settings), settings)
+    cache = decode_suite.filled(model, 40, 2, settings.steps, static=name == decode_suite.STATIC)
+    turn = decode_suite.decoding(name, model, cache, 2, settings)
+    for _ in range(2):
+        turn()
+        assert int(cache.get_seq_length()) == 40
 
 
 # ------------------------------------------------------------------------------------------------------ wrong answers
