@@ -67,12 +67,17 @@ def pieces_of(text: str, limit: int = PIECE) -> list[str]:
     while len(text) - start > limit:
         stop = start + limit
         place = text.rfind("\n", start, stop)
-        while place > start and (text[place - 1].isspace() or text[place + 1].isspace()):
+        while place > start and (text[_line_end(text, place) - 1].isspace() or text[place + 1].isspace()):
             place = text.rfind("\n", start, place)
         stop = place + 1 if place > start else stop
         pieces.append(text[start:stop])
         start = stop
     return [*pieces, text[start:]] if start < len(text) else pieces
+
+
+def _line_end(text: str, place: int) -> int:
+    """Where the line break begins that ends at `place`: Windows writes two characters."""
+    return place - (text[place - 1] == "\r")
 
 
 def tokenizer_digest(tokenizer) -> str:
@@ -85,5 +90,6 @@ def tokenizer_digest(tokenizer) -> str:
         rules,
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
+        *(["special tokens are text"] if tokenizer.split_special_tokens else []),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

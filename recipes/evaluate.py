@@ -175,7 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
     if missing := [name for name in ("matplotlib", "tqdm") if find_spec(name) is None]:
         raise ValueError(f"tnt eval needs {', '.join(missing)}: pip install 'tnt-hf[train]'")
 
-    from tnt_hf.recipes.evaluation_model import load_model, training_note
+    from tnt_hf.recipes.evaluation_model import load_model
+    from tnt_hf.recipes.evaluation_note import training_note
     from tnt_hf.recipes.evaluation_report import as_markdown, check_output, write_evaluation
     from tnt_hf.recipes.evaluation_run import is_exhaustion
     from tnt_hf.recipes.model_folder import is_of_ours
@@ -200,7 +201,8 @@ def main(arguments: list[str] | None = None) -> int:
     note = None
     if local:
         held_out = _held_out(options.data, options.held_out)
-        note = training_note(Path(options.model), options.data, options.data_config, options.split, held_out)
+        chosen = options.data, options.data_config, options.split, options.text_column
+        note = training_note(Path(options.model), *chosen, held_out)
     model, tokenizer = load_model(
         options.model,
         tokenizer=options.tokenizer,

@@ -4,10 +4,8 @@ A model may be a TNT checkpoint, any causal language model, a model with injecte
 base. Documents are text that no training of this package reads by default, or whatever the user names.
 """
 
-import json
 import os
 from collections.abc import Iterable
-from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,7 @@ import tnt_hf
 from tnt_hf.conversion import load_injected
 from tnt_hf.conversion.reload import ADAPTER_CONFIG
 from tnt_hf.conversion.source import HUB_ID, TOKENIZERS, check_reachable, read_json
-from tnt_hf.recipes.data_files import SPLIT_NAMES
 from tnt_hf.recipes.loading_errors import reading
-from tnt_hf.recipes.model_card_tables import portable
 from tnt_hf.recipes.model_folder import file_of
 from tnt_hf.recipes.sources import read_texts
 
@@ -181,23 +177,3 @@ def check_ids(ids: list[int], vocab_size: int) -> None:
     """Raises `ValueError` for a token id that the model does not know."""
     if ids and (highest := max(ids)) >= vocab_size:
         raise ValueError(f"tokenizer: gives token id {highest}, the model knows {vocab_size}")
-
-
-def training_note(folder: Path, data: str, config: str | None, split: str | None, held_out: float) -> str | None:
-    """A warning if `training.json` says that the model was trained on the very documents it is evaluated on: of the
-    same data, configuration and split, or of a folder in which they lie."""
-    try:
-        training = json.loads((folder / "training.json").read_text(encoding="utf-8"))["data"]
-        name, share = training["name"], training.get("eval_share") or 0.0
-        used = training.get("config"), training.get("split") or "train"
-        known = {normpath(data), normpath(portable(data))}
-        same = [[SPLIT_NAMES.get(x, x) for x in choice] for choice in (used, (config, split or "train"))]
-        if normpath(name) in known:
-            trained_on = same[0] == same[1]
-        else:
-            trained_on = Path(name).is_dir() and Path(data).resolve().is_relative_to(Path(name).resolve())
-        if not trained_on or 0 < held_out <= share:
-            return None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # not trained by a recipe
-    return f"the model was trained on {data} with eval_share={share}, so the text it is evaluated on is not held out"

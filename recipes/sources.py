@@ -1,8 +1,8 @@
 """Documents of a run: the standard library's source, local files and folders, or a dataset of the Hub.
 
 A source yields `Document`s in a fixed order, or with the files (shards) in an order that follows from a seed. What a
-document is: a text file; a row with a text column; a row with a conversation, `[{"role", "content"}, ...]`, or with
-Alpaca's `instruction`, `input` and `output`, which become a conversation of two messages.
+document is: a text file; a row with a text column; a row with a conversation, `[{"role", "content"}, ...]`, and
+perhaps its `tools`, or with Alpaca's `instruction`, `input` and `output`, which become a conversation of two messages.
 
 What is held out follows from a hash of the document (of the name of a text file, of the content of a row), so it does
 not change when other documents come or go.
@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 from tnt_hf.recipes.arguments import DataArguments
 from tnt_hf.recipes.corpus import is_held_out, read_corpus
-from tnt_hf.recipes.data_files import READABLE, SPLIT_NAMES, data_files, declared_files, declares_a_dataset
+from tnt_hf.recipes.data_files import READABLE, files_of
 from tnt_hf.recipes.file_formats import TABLES, TEXTS, columns_of, kind_of, records
+from tnt_hf.recipes.messages import Conversation, checked_messages, checked_tools
 
 
 STANDARD_LIBRARY = "python-stdlib"
 INSTRUCTIONS = ("instruction", "input", "output")
+OPTIONAL = {"input", "tools"}  # columns that not every table, and not every row, has
 
 
 class Document(NamedTuple):
@@ -34,7 +36,7 @@ class Document(NamedTuple):
 
     place: str  # the file and the line or row, for messages
     key: str  # decides whether it is held out
-    content: str | list[dict] | None  # a text or the messages of a conversation; None where the column is null
+    content: str | Conversation | None  # None where the column is null, or a list without messages
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Columns:
         Raises:
             ValueError: none of the columns that would do is there.
         """
-        options = {"messages": (data.messages_column,), "instructions": INSTRUCTIONS}
+        options = {"messages": (data.messages_column, "tools"), "instructions": INSTRUCTIONS}
         if mode != "sft":
             options = {"text": (data.text_column,), **options}
         elif there is None:
@@ -67,7 +69,7 @@ class Columns:
         field = "messages_column" if mode == "sft" else "text_column"
         asked, usual = getattr(data, field), getattr(DataArguments, field)
         for kind, names in options.items() if asked in (usual, *there) else ():  # a name that was given is no other
-            if set(names) - {"input"} <= set(there):
+            if set(names) - OPTIONAL <= set(there):
                 return cls(kind, names)
         raise ValueError(
             f"{field}={getattr(data, field)!r}: {where} has no such column, it has {', '.join(map(repr, there))}"
@@ -81,26 +83,31 @@ class Columns:
             ValueError: a missing column, a value of the wrong type, or one that is not Unicode text.
         """
         document = self._document(place, row)
-        try:
-            document.key.encode()
-        except UnicodeEncodeError as error:
-            names = ", ".join(map(repr, self.names))
-            raise ValueError(
-                f"{place}: column {names} holds half of a surrogate pair, {error.object[error.start]!a}, which is not"
-                " text; leave it out"
-            ) from error
+        texts = {tuple(name for name in self.names if name != "tools"): document.key}
+        if isinstance(document.content, Conversation):
+            texts[("tools",)] = json.dumps(document.content.tools, ensure_ascii=False, default=str)
+        for names, text in texts.items():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"{place}: column {', '.join(map(repr, names))} holds half of a surrogate pair,"
+                    f" {error.object[error.start]!a}, which is not text; leave it out"
+                ) from error
         return document
 
     def _document(self, place: str, row: dict) -> Document:
         values = {name: row.get(name) for name in self.names}
-        missing = [name for name in self.names if name not in row and name != "input"]
+        missing = [name for name in self.names if name not in row and name not in OPTIONAL]
         if missing:
             raise ValueError(f"{place}: has no column {missing[0]!r}, only {', '.join(map(repr, row))}")
-        if all(value is None for value in values.values()):
+        if all(values[name] is None for name in self.names if name != "tools"):
             return Document(place, "", None)
         if self.kind == "messages":
-            content = checked_messages(values[self.names[0]], f"{place}: column {self.names[0]!r}")
-            return Document(place, json.dumps(content, sort_keys=True, ensure_ascii=False, default=str), content)
+            messages = checked_messages(values[self.names[0]], f"{place}: column {self.names[0]!r}")
+            tools = checked_tools(values["tools"], f"{place}: column 'tools'")
+            key = json.dumps(messages, sort_keys=True, ensure_ascii=False, default=str)
+            return Document(place, key, Conversation(messages, tools) if messages else None)
         for name, value in values.items():
             if not isinstance(value, str) and not (name == "input" and value is None):
                 raise ValueError(f"{place}: column {name!r} must hold text, got {type(value).__name__}")
@@ -108,30 +115,7 @@ class Columns:
             return Document(place, values[self.names[0]], values[self.names[0]])
         question = "\n\n".join(filter(None, (values["instruction"], values["input"])))
         content = [{"role": "user", "content": question}, {"role": "assistant", "content": values["output"]}]
-        return Document(place, json.dumps(content, ensure_ascii=False), content)
-
-
-def checked_messages(value, where: str) -> list[dict]:
-    """`value` without null fields if it is a list of messages with a role and a text. Raises ValueError otherwise.
-
-    Parquet gives every message, and all that is in it, the fields that any has: a template would print them.
-    """
-    if not isinstance(value, list):
-        raise ValueError(f"{where} must hold a list of messages, got {type(value).__name__}")
-    for number, message in enumerate(value):
-        fields = message if isinstance(message, dict) else {}
-        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
-            raise ValueError(
-                f"{where}, message {number}: must have the texts 'role' and 'content', got {message!r:.200}"
-            )
-    return without_nulls(value)
-
-
-def without_nulls(value):
-    """`value` without the fields, at any depth, that are null."""
-    if isinstance(value, list):
-        return [without_nulls(x) for x in value]
-    return {name: without_nulls(x) for name, x in value.items() if x is not None} if isinstance(value, dict) else value
+        return Document(place, json.dumps(content, ensure_ascii=False), Conversation(content))
 
 
 # --- the three sources -----------------------------------------------------------------------------------------------
@@ -168,8 +152,8 @@ class LocalFiles:
         unknown = [path for path in files if kind_of(path) is None]
         if unknown:
             raise ValueError(f"dataset_name={str(root)!r}: {unknown[0].name} has an unknown extension, {READABLE}")
-        there = None
-        if kind_of(files[0]) in TABLES:
+        there, self.holds_tables = None, kind_of(files[0]) in TABLES
+        if self.holds_tables:
             there = next(filter(None, map(columns_of, files)), None)
             if there is None:
                 raise ValueError(f"dataset_name={str(root)!r}: has no rows")
@@ -285,25 +269,16 @@ def open_source(
         ValueError: there is no such file, dataset, configuration, split or column, or nothing in it can be read.
     """
     path = Path(name).expanduser()
-    declared = name != STANDARD_LIBRARY and path.is_dir() and declares_a_dataset(path)
-    if config is not None and (name == STANDARD_LIBRARY or path.exists()) and not declared:
-        raise ValueError(f"dataset_config={config!r}: {name} is not a dataset with configurations")
     if name == STANDARD_LIBRARY:
+        if config is not None:
+            raise ValueError(f"dataset_config={config!r}: {name} is not a dataset with configurations")
         if split != "train":
             raise ValueError(
                 f"dataset_split={split!r}: {STANDARD_LIBRARY} has only 'train'; eval_share holds out files"
             )
         return StandardLibrary(data, mode)
     if path.exists():
-        if not path.is_dir() and not path.is_file():
-            raise ValueError(f"dataset_name={name!r}: is neither a file nor a folder")  # to open a pipe would wait
-        if declared:
-            files = declared_files(path, config)
-        else:
-            files, split = data_files(path) if path.is_dir() else {"train": [path]}, SPLIT_NAMES.get(split, split)
-        if split not in files:
-            raise ValueError(f"dataset_split={split!r}: {path} has only {', '.join(map(repr, files))}")
-        return LocalFiles(path, files[split], data, mode)
+        return LocalFiles(path, files_of(path, config, split), data, mode)
     named_like_a_path = name.startswith(".") or path.suffix in TABLES | TEXTS | {".gz"}
     if named_like_a_path or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ValueError(f"dataset_name={name!r}: no such file or folder")
@@ -334,9 +309,11 @@ def read_texts(
     return (as_text(x.content) for x in part(source, share, share > 0, seed) if x.content)
 
 
-def as_text(content: str | list[dict]) -> str:
+def as_text(content: str | Conversation) -> str:
     """A document as text; the contents of a conversation's messages are separated by a line break."""
-    return content if isinstance(content, str) else "\n".join(message["content"] for message in content)
+    if isinstance(content, str):
+        return content
+    return "\n".join(message["content"] for message in content.messages if "content" in message)
 
 
 def _ordered(items, seed: int | None) -> list:

@@ -78,6 +78,7 @@ def build_datasets(
         "name": data.dataset_name,
         "config": data.dataset_config,
         "split": data.dataset_split,
+        "columns": [source.columns.kind, *source.columns.names],
         "digest": state["data"],
         **{name: state[name] for name in ("streaming", "sequence_length", "packing", "encoding", "eval_share")},
     }

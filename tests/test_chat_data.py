@@ -14,6 +14,7 @@ from tnt_hf.recipes.arguments import DataArguments
 from tnt_hf.recipes.chat import PLAIN_TEMPLATE, ChatEncoder
 from tnt_hf.recipes.conversations import conversations, write_conversations
 from tnt_hf.recipes.data import train_tokenizer
+from tnt_hf.recipes.messages import Conversation
 from tnt_hf.recipes.packing import IGNORED
 from tnt_hf.recipes.sources import Columns
 from tnt_hf.recipes.training_data import build_datasets, training_texts
@@ -86,7 +87,7 @@ def test_the_assistant_is_scored_and_nothing_else(template, end):
     """With the template's own marks, or found from prefixes: its words and what ends them."""
     tokenizer = bytes_tokenizer(template)
     for messages, said in ((SHORT, ["Hello"]), (LONG, ["two", "three, übrigens"])):
-        (encoded,) = ChatEncoder(tokenizer, True, 500).encode([messages])
+        (encoded,) = ChatEncoder(tokenizer, True, 500).encode([Conversation(messages)])
         assert scored_texts(tokenizer, encoded.ids, encoded.scored) == [text + end for text in said]
         whole = tokenizer.apply_chat_template(messages, tokenize=False)
         assert encoded.ids.tolist() == tokenizer(whole)["input_ids"]
@@ -99,7 +100,7 @@ def test_prefixes_and_marks_agree_with_a_vocabulary_of_words():
     marked.chat_template, unmarked.chat_template = PLAIN_TEMPLATE, UNMARKED
     conversation = [says("user", "there?\n"), says("assistant", " three of us"), says("user", "us?")]
     conversation += [says("assistant", "Hello there\n")]
-    a, b = (ChatEncoder(tokenizer, True, 500)._encode(conversation) for tokenizer in (marked, unmarked))
+    a, b = (ChatEncoder(tokenizer, True, 500)._encode(Conversation(conversation)) for tokenizer in (marked, unmarked))
     assert a.ids.tolist() == b.ids.tolist() and a.scored.tolist() == b.scored.tolist()
     assert scored_texts(marked, a.ids, a.scored) == ["three of us<|endoftext|>", "Hello there<|endoftext|>"]
 
@@ -112,7 +113,7 @@ def test_tokens_do_not_depend_on_the_day(template):
     """A template that writes the date, as Llama 3.2's does, is told the same one always."""
     tokenizer = bytes_tokenizer(template)
     encoder = ChatEncoder(tokenizer, True, 500)
-    (encoded,) = encoder.encode([SHORT])
+    (encoded,) = encoder.encode([Conversation(SHORT)])
     assert tokenizer.decode(encoded.ids).startswith("26 Jul 2024|7|" if template == SHORT_MONTH else "26 Jul 2024|")
     assert scored_texts(tokenizer, encoded.ids, encoded.scored)[0].startswith("Hello")
     assert encoder.settings()["date"] == "2024-07-26"
@@ -123,13 +124,16 @@ def test_tokens_do_not_depend_on_the_day(template):
 )
 def test_a_stopped_clock_changes_nothing_else(template):
     tokenizer = bytes_tokenizer(template)
-    assert ChatEncoder(tokenizer, False, 500)._render(SHORT) == tokenizer.apply_chat_template(SHORT, tokenize=False)
+    (encoded,) = ChatEncoder(tokenizer, False, 500).encode([Conversation(SHORT)])
+    assert encoded.ids.tolist() == tokenizer(tokenizer.apply_chat_template(SHORT, tokenize=False))["input_ids"]
 
 
 def test_without_assistant_only_everything_is_scored():
-    (encoded,) = ChatEncoder(bytes_tokenizer(CHATML), False, 500).encode([LONG])
+    (encoded,) = ChatEncoder(bytes_tokenizer(CHATML), False, 500).encode([Conversation(LONG)])
     assert encoded.scored is None
-    (forgetful,) = ChatEncoder(bytes_tokenizer(FORGETS), False, 500).encode([LONG])  # nothing to be found in it
+    (forgetful,) = ChatEncoder(bytes_tokenizer(FORGETS), False, 500).encode(
+        [Conversation(LONG)]
+    )  # nothing to be found in it
     assert len(forgetful.ids)
 
 
@@ -143,7 +147,7 @@ def test_the_first_token_of_a_row_is_predicted_by_none():
         "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
     first, second = ([says("assistant", text), says("user", "?")] for text in ("x", "xy"))
-    nothing, encoded = ChatEncoder(tokenizer, True, 500).encode([first, second])
+    nothing, encoded = ChatEncoder(tokenizer, True, 500).encode([Conversation(first), Conversation(second)])
     assert nothing == "no assistant token" and encoded.scored.tolist() == [True, True, False]
 
 
@@ -153,7 +157,7 @@ def test_a_template_that_rewrites_the_past_is_refused():
     with pytest.raises(
         ValueError, match=r"chat template renders the beginning .* \(message 1\); mark them with {% gen"
     ):
-        encoder.encode([thought])
+        encoder.encode([Conversation(thought)])
 
 
 def test_a_conversation_with_a_token_across_the_border_is_dropped():
@@ -164,9 +168,7 @@ def test_a_conversation_with_a_token_across_the_border_is_dropped():
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     encoder = ChatEncoder(tokenizer, True, 500)
-    yes, no = encoder.encode(
-        [[says("user", "?"), says("assistant", "yes")], [says("user", "?"), says("assistant", "\nno")]]
-    )
+    yes, no = encoder.encode([Conversation([says("user", "?"), says("assistant", x)]) for x in ("yes", "\nno")])
     assert yes == "a token across the border of an assistant message"
     assert isinstance(no, str) or "no" in tokenizer.decode(no.ids[no.scored])
 
@@ -178,10 +180,12 @@ def test_a_token_across_the_end_of_a_message_is_one_across_its_border():
         "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
     turns = [says("user", "?"), says("assistant", "a")]
-    shared, clear = ChatEncoder(tokenizer, True, 500).encode([[*turns, says("user", x)] for x in "b?"])
+    shared, clear = ChatEncoder(tokenizer, True, 500).encode([Conversation([*turns, says("user", x)]) for x in "b?"])
     assert shared == "a token across the border of an assistant message" and clear.scored.sum() == 1
     cut, whole = (
-        ChatEncoder(tokenizer, True, n).encode([[turns[0], says("assistant", "zzza"), says("user", "b")]])[0]
+        ChatEncoder(tokenizer, True, n).encode(
+            [Conversation([turns[0], says("assistant", "zzza"), says("user", "b")])]
+        )[0]
         for n in (3, 500)
     )
     assert whole == shared and cut.scored.tolist() == [False, True, True]
@@ -192,14 +196,14 @@ def test_what_is_cut_away_is_not_read_message_by_message(template, monkeypatch):
     """Wherever a row ends, it is the beginning of the whole conversation; that takes as long as what is kept of it."""
     tokenizer = bytes_tokenizer(template)
     talk = [x for n in range(50) for x in (says("user", f"{n}"), says("assistant", f"{n}" * 6))]
-    (whole,) = ChatEncoder(tokenizer, True, 10_000).encode([talk])
+    (whole,) = ChatEncoder(tokenizer, True, 10_000).encode([Conversation(talk)])
     for length in range(30, 80):
         encoder, seen = ChatEncoder(tokenizer, True, length), []
         tokens = encoder._tokens
         monkeypatch.setattr(
             encoder, "_tokens", lambda text, seen=seen, tokens=tokens: seen.append(text) or tokens(text)
         )
-        (found,) = encoder.encode([talk])
+        (found,) = encoder.encode([Conversation(talk)])
         assert found.cut and found.ids.tolist() == whole.ids[:length].tolist()
         assert found.scored.tolist() == whole.scored[:length].tolist()
         assert len(seen) <= 8 and sum(map(len, seen[1:])) < 8 * 100
@@ -212,8 +216,8 @@ def test_a_token_across_a_border_that_is_cut_away_is_no_reason():
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     talk = [says("user", "?"), says("assistant", "\nno"), says("user", "?"), says("assistant", "yes")]
-    (first,) = ChatEncoder(tokenizer, True, 500).encode([talk[:2]])
-    kept, dropped = (ChatEncoder(tokenizer, True, n).encode([talk])[0] for n in (len(first.ids), 500))
+    (first,) = ChatEncoder(tokenizer, True, 500).encode([Conversation(talk[:2])])
+    kept, dropped = (ChatEncoder(tokenizer, True, n).encode([Conversation(talk)])[0] for n in (len(first.ids), 500))
     assert kept.ids.tolist() == first.ids.tolist() and kept.scored.tolist() == first.scored.tolist()
     assert dropped == "a token across the border of an assistant message"
 
@@ -228,40 +232,44 @@ def test_marks_that_strip_white_space_are_marks():
     )
     turns = [says("user", "a"), says("assistant", "<think>b</think>c"), says("user", "d"), says("assistant", "e")]
     tokenizer = bytes_tokenizer(template)
-    (encoded,) = ChatEncoder(tokenizer, True, 500).encode([turns])
+    (encoded,) = ChatEncoder(tokenizer, True, 500).encode([Conversation(turns)])
     assert tokenizer.decode(encoded.ids[encoded.scored]) == "ce"
 
 
 def test_the_template_alone_writes_special_tokens():
     """None comes from a tokenizer that puts one before whatever it is given."""
     tokenizer = bytes_tokenizer(PLAIN_TEMPLATE)
-    (plain,) = ChatEncoder(tokenizer, True, 500).encode([SHORT])
+    (plain,) = ChatEncoder(tokenizer, True, 500).encode([Conversation(SHORT)])
     eos = tokenizer.eos_token
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{eos} $A", special_tokens=[(eos, tokenizer.eos_token_id)]
     )
     assert tokenizer("x")["input_ids"][0] == tokenizer.eos_token_id
-    (again,) = ChatEncoder(tokenizer, True, 500).encode([SHORT])
+    (again,) = ChatEncoder(tokenizer, True, 500).encode([Conversation(SHORT)])
     assert again.ids.tolist() == plain.ids.tolist() and again.scored.tolist() == plain.scored.tolist()
 
 
 def test_of_several_templates_the_default_is_taken():
     tokenizer = bytes_tokenizer({"default": PLAIN_TEMPLATE, "tool_use": CHATML})
-    (encoded,) = ChatEncoder(tokenizer, True, 500).encode([SHORT])
+    (encoded,) = ChatEncoder(tokenizer, True, 500).encode([Conversation(SHORT)])
     assert tokenizer.decode(encoded.ids).startswith("User:")
 
 
 def test_a_conversation_of_one_token_has_nothing_to_predict():
     tokenizer = bytes_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    one, two = ChatEncoder(tokenizer, False, 500).encode([[says("user", "x")], [says("user", "xy")]])
+    talks = [Conversation([says("user", text)]) for text in ("x", "xy")]
+    one, two = ChatEncoder(tokenizer, False, 500).encode(talks)
     assert one == "no assistant token" and len(two.ids) == 2
 
 
 def test_a_conversation_that_just_fits_is_not_cut():
     tokenizer = bytes_tokenizer(PLAIN_TEMPLATE)
-    (whole,) = ChatEncoder(tokenizer, True, 500).encode([SHORT])
+    (whole,) = ChatEncoder(tokenizer, True, 500).encode([Conversation(SHORT)])
     length = len(whole.ids)
-    rows = [ChatEncoder(tokenizer, True, room).encode([SHORT])[0] for room in (length - 1, length, length + 1)]
+    rows = [
+        ChatEncoder(tokenizer, True, room).encode([Conversation(SHORT)])[0]
+        for room in (length - 1, length, length + 1)
+    ]
     assert [(row.cut, len(row.ids)) for row in rows] == [(True, length - 1), (False, length), (False, length)]
 
 
@@ -314,6 +322,10 @@ def test_tokens_of_other_settings_are_not_taken(tmp_path):
     tokenizer.chat_template = CHATML
     ids = build(tokenizer, path).train[0]["input_ids"]
     assert tokenizer.decode(ids).startswith("<|im_start|>user")
+    tokenizer.chat_template = "{{ unk_token }}" + CHATML
+    for unknown in ("?", "!"):
+        tokenizer.unk_token = unknown
+        assert tokenizer.decode(build(tokenizer, path).train[0]["input_ids"]).startswith(unknown + "<|im_start|>user")
 
 
 def test_what_was_cut_for_short_rows_is_not_taken_for_long_ones(tmp_path):

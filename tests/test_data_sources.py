@@ -380,6 +380,8 @@ def test_a_call_of_the_tokenizer_does_not_change_its_digest():
     assert tokenizer_digest(tokenizer) == before
     tokenizer.eos_token = "b"  # it ends documents and conversations
     assert tokenizer_digest(tokenizer) != before
+    before, tokenizer.split_special_tokens = tokenizer_digest(tokenizer), True
+    assert tokenizer_digest(tokenizer) != before
 
 
 def slow_write(folder):

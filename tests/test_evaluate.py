@@ -28,7 +28,7 @@ from tnt_hf.conversion import convert_checkpoint, inject, lora_config
 from tnt_hf.recipes.corpus import read_corpus
 from tnt_hf.recipes.data import train_tokenizer
 from tnt_hf.recipes.evaluate import TASKS, evaluate
-from tnt_hf.recipes.evaluation_model import documents_of, load_model, texts_of, training_note
+from tnt_hf.recipes.evaluation_model import documents_of, load_model, texts_of
 from tnt_hf.recipes.evaluation_perplexity import perplexity
 from tnt_hf.recipes.evaluation_report import FORMAT, PICTURES, as_markdown, write_evaluation
 from tnt_hf.recipes.loading_errors import reading
@@ -413,46 +413,6 @@ def test_the_standard_library_is_read_where_no_training_with_that_eval_share_doe
     assert next(iter(texts_of("python-stdlib", None, None, "text", 0.05, seed=1))) != texts[0]
 
 
-def test_training_on_the_same_text_is_told(tmp_path):
-    def note(data: dict, held_out: float):
-        (tmp_path / "training.json").write_text(json.dumps({"data": data}))
-        return training_note(tmp_path, "python-stdlib", None, None, held_out)
-
-    assert "eval_share=0.0" in note({"name": "python-stdlib"}, 0.05)
-    assert "is not held out" in note({"name": "python-stdlib", "eval_share": 0.05}, 0.0)
-    assert note({"name": "python-stdlib", "eval_share": 0.05}, 0.05) is None
-    assert note({"name": "other"}, 0.05) is None
-    assert training_note(tmp_path / "none", "python-stdlib", None, None, 0.05) is None
-    note({"name": "./texts/a.jsonl"}, 0.0)
-    assert "is not held out" in training_note(tmp_path, "texts/a.jsonl", None, None, 0.0), (
-        "however the path is spelled"
-    )
-    assert training_note(tmp_path, "texts/b.jsonl", None, None, 0.0) is None
-
-
-@pytest.mark.parametrize(
-    ("config", "split", "same"),
-    [
-        ("en", "train", True),
-        ("en", None, True),
-        ("en", "training", True),
-        ("en", "validation", False),
-        (None, "train", False),
-    ],
-)
-def test_another_split_or_configuration_is_other_text(tmp_path, config, split, same):
-    data = {"name": "owner/texts", "config": "en", "split": "train"}
-    (tmp_path / "training.json").write_text(json.dumps({"data": data}))
-    assert (training_note(tmp_path, "owner/texts", config, split, 0.0) is not None) == same
-
-
-def test_a_file_of_the_folder_that_was_trained_on_is_the_same_text(tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "training.json").write_text(json.dumps({"data": {"name": str(tmp_path / "data")}}))
-    assert training_note(tmp_path, str(tmp_path / "data" / "a.jsonl"), None, None, 0.0) is not None
-    assert training_note(tmp_path, str(tmp_path / "data.jsonl"), None, None, 0.0) is None
-
-
 def test_a_loss_beyond_every_perplexity_is_refused():
     with pytest.raises(ValueError, match="perplexity: the mean loss is 4,000 nats per token"):
         perplexity(torch.tensor([8000.0]).double(), torch.tensor([2.0]).double())
@@ -561,13 +521,6 @@ def test_a_list_of_files_that_is_none_names_none(files, tmp_path, evaluated):
     (tmp_path / "evaluation.json").write_text(json.dumps({"format": FORMAT, "files": files}))
     with pytest.raises(FileExistsError, match="evaluation.json: was not written by tnt eval"):
         write_evaluation(tmp_path, evaluated[0], overwrite=True)
-
-
-@pytest.mark.parametrize("data", [5, {"name": 5}, {"name": "python-stdlib", "eval_share": "x"},
-                                  {"name": "python-stdlib", "split": [5]}, {"name": ["a"]}], ids=str)  # fmt: skip
-def test_what_a_hand_edited_record_says_of_the_data_costs_no_evaluation(data, tmp_path):
-    (tmp_path / "training.json").write_text(json.dumps({"data": data}))
-    assert training_note(tmp_path, "python-stdlib", None, None, 0.05) is None
 
 
 @pytest.mark.parametrize(
