@@ -92,8 +92,8 @@ def test_info_matches_a_hand_count(config_file, capsys):
     base_flops = 2 * (2 * (attention + mlp) + 16 * 100)
     attention_flops = 2 * (4 * 2 * 2 * 16)
     # Per memory with P = 256 weights: forward 2 P, backward 2 (P - 128), update 2 P, momentum 2 P; two query rows read
-    # with 2 P each; three gates. One M: add k^T k (4 * 64), apply to two query rows (2 * 64 each). W_g.
-    memory_flops = 3 * (512 + 256 + 512 + 512 + 2 * 512 + 3 * 2 * 16) + 4 * 64 + 2 * 2 * 64
+    # with 2 P each; three gates. One M: add k^T k (2 * 64), apply to two query rows (2 * 64 each). W_g.
+    memory_flops = 3 * (512 + 256 + 512 + 512 + 2 * 512 + 3 * 2 * 16) + 2 * 64 + 2 * 2 * 64
     memory_flops += 2 * (256 + 128 + 128 + 4 * 32) + 2 * 16 * 2
     expected = {"base": base_flops, "attention": attention_flops, "memory": memory_flops}
     assert found["flops_per_token"] == expected | {"total": sum(expected.values())}

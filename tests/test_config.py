@@ -299,7 +299,7 @@ def test_flops_match_a_hand_count():
     q, kv, h = 32, 16, 32
     P, H, n = 64, 2, 4
     memory = 2 * (H * (6 * P - 2 * P) + 2 * n * P + 2 * h * H)  # write, read, lr gate of two memories
-    memory += 4 * H * 64 + 2 * n * 64  # Q-K projection
+    memory += 2 * H * 64 + 2 * n * 64  # Q-K projection
     memory += 2 * h * (q + 2 * kv) + 2 * 4 * (q + 2 * kv) + 2 * h * 4  # projections, convolution, gate
     found = flops_per_token(config, 1000)
     assert found["memory"] == memory
@@ -448,7 +448,7 @@ def test_flops_of_the_projection_are_those_of_its_keys():
         flops_per_token(tiny_config(**sizes, qk_projection=x), 1000)["memory"] for x in ("shard", "none")
     )
     K, H, n, count = 36, 2, 4, len(tiny_config(**sizes).memory_projection_intervals)
-    assert with_M - without == count * (4 * H * K * K + 2 * n * K * K)
+    assert with_M - without == count * (2 * H * K * K + 2 * n * K * K)
 
 
 def test_flops_of_projections_gates_and_variants():

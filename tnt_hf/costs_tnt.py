@@ -76,7 +76,7 @@ def flops_per_token(config: TNTConfig, context: int) -> dict[str, int]:
 
         write  H (2 P forward + 2 (P - P_1) backward + 2 P update), and 2 H P more with momentum
         read   2 n P
-        Q-K    4 H K^2 to add k^T k / |k|^2 to M and 2 n K^2 to apply it, once per M
+        Q-K    2 H K^2 to add k^T k / |k|^2 to M and 2 n K^2 to apply it, once per M
 
     Returns:
         `{"base", "attention", "memory", "total"}`.
@@ -102,7 +102,7 @@ def flops_per_token(config: TNTConfig, context: int) -> dict[str, int]:
         one = H * (6 * P - 2 * sizes[0] + 2 * P * config.memory_momentum) + 2 * n * P
         one += 2 * h * H * (1 + config.memory_momentum + config.memory_decay)
         memory = one * len(config.memory_specs)
-        memory += len(config.memory_projection_intervals) * (4 * H * K * K + 2 * n * K * K)
+        memory += len(config.memory_projection_intervals) * 2 * (H + n) * K * K
         memory += 2 * h * (q + 2 * H * D) if config.memory_projections == "own" else 0
         memory += 2 * config.memory_conv_kernel * (q + 2 * H * D) if config.memory_conv_kernel > 1 else 0
         memory += {"add": 2 * h * config.num_attention_heads, "product": 2 * q * q}.get(config.memory_gate, 0)
