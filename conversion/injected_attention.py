@@ -25,8 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.generic import merge_with_config_defaults
 
 from tnt_hf.cache_name_tnt import CACHE_NAME, take_cache
+from tnt_hf.cache_tnt import INTERRUPTED
 from tnt_hf.continuation_tnt import (
-    INTERRUPTED,
     check_batch,
     check_continuation,
     check_kept,
@@ -42,6 +42,8 @@ from .injected_cache import make_stateful, note_tokens
 
 PREFIX = "tnt_inject_"
 ARGUMENT = "tnt_memory"
+# What keys and values of a host mean, beside what its injection says.
+HOST = "model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters"
 
 
 class MemoryCall(NamedTuple):
@@ -112,6 +114,7 @@ def enter_model(
     check_kept(module, cache)
     check_whole_rows()
     settings = {**config.tnt_injection, "disable_adapter": _is_switched_off(injected[0])}
+    settings |= {name: vars(config).get(config.attribute_map.get(name, name)) for name in HOST}  # layers may differ
     slots = {attention.layer_idx: attention.memory.state_slots for attention in injected}
     if cache is not None:
         check_used(given.get("use_cache"))

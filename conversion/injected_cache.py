@@ -7,6 +7,7 @@ The state travels with keys and values through everything a cache does: beams, `
 `reset`, several turns. It cannot be cropped.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +16,37 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from tnt_hf.cache_layers_tnt import TNTFullLayer, TNTSlidingLayer
 from tnt_hf.cache_name_tnt import CACHE_NAME
+from tnt_hf.cache_tnt import INTERRUPTED
 
 
-class InjectedFullLayer(TNTFullLayer):
+class _Counting:
+    """Counts what a cache of the library does to its layers, one after the other: `done`, or `None` in the middle."""
+
+    done: int | None = 0
+
+    def _do(self, operation: Callable, *args) -> None:
+        before, self.done = self.done or 0, None
+        operation(*args)
+        self.done = before + 1
+
+    def reset(self) -> None:
+        self._do(super().reset)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._do(super().reorder_cache, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._do(super().batch_repeat_interleave, repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._do(super().batch_select_indices, indices)
+
+
+class InjectedFullLayer(_Counting, TNTFullLayer):
     """Keys and values of full attention, and a memory's state."""
 
 
-class InjectedSlidingLayer(TNTSlidingLayer):
+class InjectedSlidingLayer(_Counting, TNTSlidingLayer):
     """Keys and values of a sliding window, and a memory's state."""
 
 
@@ -32,7 +57,7 @@ def make_stateful(cache: Any, slots: dict[int, int], count: int, settings: dict[
     Args:
         cache: what came as the model's cache.
         slots: number of state tensors by layer index. count: layers of the model.
-        settings: of the injection; a cache remembers those it was filled with.
+        settings: of the injection and of its host; a cache remembers those it was filled with.
 
     Raises:
         ValueError: static, quantized, offloaded, encoder-decoder and unknown caches; one that holds tokens but no
@@ -48,8 +73,8 @@ def make_stateful(cache: Any, slots: dict[int, int], count: int, settings: dict[
     if filled_with is not None and cache.get_seq_length():
         names = [name for name in settings if filled_with.get(name) != settings[name]]
         raise ValueError(
-            f"{CACHE_NAME} was filled with another injection: {names[0]}={filled_with.get(names[0])!r}, the model"
-            f" has {settings[names[0]]!r}."
+            f"{CACHE_NAME} was filled by another model or injection: {names[0]}={filled_with.get(names[0])!r},"
+            f" the model has {settings[names[0]]!r}."
         )
     if not isinstance(cache, DynamicCache):
         raise ValueError(f"{CACHE_NAME}: {type(cache).__name__} keeps no memory state; {hint}.")
@@ -80,7 +105,8 @@ def note_tokens(cache: Cache, count: int) -> None:
     Keep the books: `count` tokens are about to be added to keys, values and memory.
 
     Raises:
-        ValueError: keys and values have gained or lost tokens of which the memory knows nothing.
+        ValueError: keys and values have gained or lost tokens of which the memory knows nothing, or layers hold
+            different ones since an operation on the cache broke off.
     """
     if torch.compiler.is_compiling():
         cache.tokens_remembered = None  # compiled code does not count
@@ -88,6 +114,12 @@ def note_tokens(cache: Cache, count: int) -> None:
     past, known = cache.get_seq_length(), getattr(cache, "tokens_remembered", 0)
     if past and known is not None and past != known:
         raise ValueError(f"{CACHE_NAME} holds {past} tokens, its memory has seen {known}: it was changed elsewhere.")
+    layers = [cache.layers[i] for i in cache.memory_layers]
+    if {layer.done for layer in layers} != {layers[0].done} - {None}:
+        if any(layer.has_previous_state[0] or layer.get_seq_length() for layer in layers):
+            raise ValueError(f"{CACHE_NAME} {INTERRUPTED}: go on with another cache.")
+        for layer in layers:
+            layer.done = 0
     cache.tokens_remembered = past + count
 
 

@@ -222,8 +222,8 @@ def _read_adapter(
 def _load_base(base: str | os.PathLike | None, config: Any, adapter: str, kwargs: dict[str, Any]) -> PreTrainedModel:
     """The model an adapter belongs to."""
     name = config.base_model_name_or_path if base is None else str(base)
-    if not name:
-        raise ValueError(f"base=None: adapter {adapter!r} does not name its base model; pass it.")
+    if not name or not isinstance(name, str):
+        raise ValueError(f"base=None: adapter {adapter!r} does not name its base model, but {name!r}; pass it.")
     revision = config.revision if base is None else None
     try:
         check_reachable(name, **_hub_options(kwargs))

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny import tiny_model, tokens
+from tiny import left_padded, tiny_model, tokens
 from tiny_hosts import OPENED, tiny_host
 from transformers import DynamicCache
 
@@ -124,3 +124,15 @@ def test_a_decoding_loop_of_ones_own_does_not_read_twice_either(length):
         model.generate(
             tokens(1, length), attention_mask=ones(length), custom_generate=loop, **{CACHE_NAME: cache}, **GREEDY
         )
+
+
+def test_embeddings_are_not_read_in_pieces():
+    """The library splits `input_ids` alone; the error would be about arguments that nobody gave."""
+    model, (ids, mask) = tiny_model(), left_padded([tokens(13), tokens(9)])
+    embeds = model.get_input_embeddings()(ids)
+    for given in ({"inputs_embeds": embeds}, {"inputs_embeds": embeds, "input_ids": ids}):
+        with pytest.raises(ValueError, match="prefill_chunk_size=4: only input_ids are read in pieces, not inputs_em"):
+            model.generate(**given, attention_mask=mask, prefill_chunk_size=4, **GREEDY)
+    wanted = model.generate(ids, attention_mask=mask, **GREEDY)
+    given = {"input_ids": ids, "inputs_embeds": embeds, "attention_mask": mask}
+    assert torch.equal(model.generate(**given, prefill_chunk_size=13, **GREEDY), wanted)

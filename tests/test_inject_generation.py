@@ -276,7 +276,7 @@ BAD_CACHES = {
     "layers": (lambda model: DynamicCache(config=tiny_host("llama", num_hidden_layers=3).config), "has 3 layers"),
     "layer": (lambda model: DynamicCache(config=tiny_host("llama", num_hidden_layers=1).config), "has 1 layers"),
     "source": (filled_by_the_source, "holds 5 tokens, but no memory of them"),
-    "other": (filled_by_another_injection, "another injection: weight=0.25, the model has 0.5"),
+    "other": (filled_by_another_injection, "another model or injection: weight=0.25, the model has 0.5"),
     "cropped": (cropped_behind_our_back, "holds 4 tokens, its memory has seen 5"),
     "grown": (grown_behind_our_back, "holds 6 tokens, its memory has seen 5"),
 }

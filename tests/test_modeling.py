@@ -375,6 +375,9 @@ def test_outputs():
     assert model(ids, labels=ids, output_surprise=True).surprise is not None
     model.config.output_surprise = True
     assert torch.equal(model.model(ids).surprise[1], output.surprise[1])
+    for changes, width in (({"num_persistent_tokens": 3}, 15), ({"variant": "lmm", "memory_layers": [1]}, 12)):
+        found = tiny_model(attn_implementation="eager", **changes)(ids, output_attentions=True).attentions
+        assert {x.shape for x in found} == {(2, 4, 12, width)} and len(found) == (2 if width == 15 else 1)
 
 
 @torch.no_grad()

@@ -9,7 +9,8 @@ disk, and a check of the chunk sizes it was filled with.
 """
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from os import PathLike
 from typing import Any
 
@@ -40,6 +41,8 @@ FINGERPRINT = (
     "memory_depth", "memory_expansion", "memory_activation", "memory_residual", "memory_layernorm", "memory_momentum",
     "memory_decay", "memory_decay_target", "qk_norm", "rope_parameters",
 )  # fmt: skip
+# Why a cache cannot be gone on from, as its attribute `unusable`: layers are written to one after the other.
+INTERRUPTED = "was left behind by a call that broke off, and its layers hold different tokens"
 # What a cache knows about its tokens that its tensors do not say.
 NOTES = "own_positions", "counts_padding", "windows_of_columns"
 
@@ -106,8 +109,15 @@ class TNTCache(DynamicCache):
             layer.keys, layer.values = layer.keys.to(key_states.dtype), layer.values.to(key_states.dtype)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    @contextmanager
+    def _all_layers(self) -> Iterator[None]:
+        before, self.unusable = self.unusable, INTERRUPTED
+        yield
+        self.unusable = before  # not after an error: some layers have changed and others have not
+
     def reset(self) -> None:
         """Start over."""
+        self.unusable = INTERRUPTED
         for layer in self._memory_layers():
             layer._map_states(torch.zeros_like)  # the library's zeros in place are refused after inference mode
         super().reset()
@@ -115,12 +125,18 @@ class TNTCache(DynamicCache):
         self.holds_padding = self.own_positions = self.counts_padding = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
+        with self._all_layers():
+            super().reorder_cache(beam_idx)
         if not self.holds_beams:  # which are moved within rows of one mask
             self.placed = self.agreed = None
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        with self._all_layers():
+            super().batch_repeat_interleave(repeats)
+
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
+        with self._all_layers():
+            super().batch_select_indices(indices)
         self.placed = self.agreed = None  # the mask of the last call is that of other rows
 
     def detach(self) -> None:
@@ -188,6 +204,7 @@ class TNTCache(DynamicCache):
         old_config = _with_chunk_sizes(config, old_sizes)
         names = [name for name, _ in memory_state_shapes(old_config) if name != "conv"]
         wanted = [name for name, _ in memory_state_shapes(config) if name != "conv"]
+        resized = []
         for layer in self._memory_layers():
             states = dict.fromkeys(wanted)
             if layer.has_previous_state[0]:
@@ -196,7 +213,10 @@ class TNTCache(DynamicCache):
                 for i, (was, now) in enumerate(zip(old_config.memory_specs, config.memory_specs)):
                     for n in range(config.memory_depth if was.chunk_size != now.chunk_size else 0):
                         states[f"{i}.chunk_weights.{n}"] = states[f"{i}.weights.{n}"].clone()
-            _resize(layer, [states[name] for name in wanted])
+            resized.append((layer, [states[name] for name in wanted]))
+        with self._all_layers():
+            for layer, states in resized:
+                _resize(layer, states)
         self.fingerprint = new
 
     def _memory_layers(self) -> list[LinearAttentionCacheLayerMixin]:

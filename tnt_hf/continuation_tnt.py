@@ -24,8 +24,7 @@ from .configuration_tnt import TNTConfig
 from .state_tnt import StateLayout
 
 
-# Why a cache cannot be gone on from, as its attribute `unusable`.
-INTERRUPTED = "was left behind by a call that broke off, and its layers hold different tokens"
+# Why a cache cannot be gone on from, as its attribute `unusable`, beside that it was INTERRUPTED.
 UNANSWERED = "holds the tokens of a call that broke off after its last layer, without a result"
 BEAMS = "holds the running beams of a beam search, not the sequences that it returned"
 
@@ -44,6 +43,7 @@ def check_cache(cache: Any, config: TNTConfig, layout: StateLayout | None = None
         )
     fields, layout = vars(config), StateLayout.of(config) if layout is None else layout
     if isinstance(cache, TNTCache) and any(cache.fingerprint[name] != fields[name] for name in FINGERPRINT):
+        check_usable(cache)
         cache.adapt(config)
     if not layout.layers:
         return
@@ -253,8 +253,8 @@ def check_batch(
 ) -> None:
     """
     Raises:
-        ValueError: `attention_mask` is not `[B, past + T]`, `position_ids` not `[1 or B, T]`, or the cache holds
-            another number of rows.
+        ValueError: `attention_mask` is not `[B, past + T]`, or one to be added to scores; `position_ids` is not
+            `[1 or B, T]`, or the cache holds another number of rows.
     """
     if torch.compiler.is_compiling():
         return
@@ -266,6 +266,12 @@ def check_batch(
             f"attention_mask has the shape {list(attention_mask.shape)}: it must be {list(shape)}, a column for each"
             f" of {int(past)} cached and {length} new tokens."
         )
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 and attention_mask.is_floating_point():
+        if bool((other := ~(attention_mask >= 0)).any()):
+            raise ValueError(
+                f"attention_mask holds {float(attention_mask[other][0])}: it must be 1 at tokens and 0 at padding, as"
+                " every mask of two dimensions; none is added to scores."
+            )
     if position_ids is not None and tuple(position_ids.shape) not in ((1, length), (batch, length)):
         raise ValueError(f"position_ids has the shape {list(position_ids.shape)}: it must be {[batch, length]}.")
 

@@ -42,12 +42,11 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .branch_tnt import Beside, TNTMemory
 from .cache_name_tnt import CACHE_NAME, CACHE_NAMES, with_cache_name
-from .cache_tnt import TNTCache
+from .cache_tnt import INTERRUPTED, TNTCache
 from .compiler_tnt import is_exporting
 from .configuration_tnt import LAYER_TYPES, TNTConfig
 from .continuation_tnt import (
     BEAMS,
-    INTERRUPTED,
     UNANSWERED,
     EndedRows,
     NotingCriteria,
@@ -568,7 +567,7 @@ class TNTModel(TNTPreTrainedModel):
 
         Returns:
             `last_hidden_state` `[B, T, hidden]`, the cache unless `use_cache=False` or documents are packed, and what
-            else was requested.
+            else was requested: attentions `[B, heads, T, P + T]`, P persistent tokens first, of layers with attention.
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; a cache that cannot hold a memory; a mask
@@ -783,9 +782,12 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         """That of the library, of tokens that follow the cached ones."""
+        embeds, piece = model_kwargs.get("inputs_embeds"), generation_config.prefill_chunk_size
+        embeds = embeds if is_first_iteration else None
+        given = (input_ids if embeds is None else embeds).shape[1]
+        if embeds is not None and piece is not None and given > min(piece, input_ids.shape[1]):
+            raise ValueError(f"prefill_chunk_size={piece}: only input_ids are read in pieces, not inputs_embeds.")
         if (cache := model_kwargs.get(CACHE_NAME)) is not None:
-            embeds = model_kwargs.get("inputs_embeds") if is_first_iteration else None
-            given = (input_ids if embeds is None else embeds).shape[1]
             check_prompt(cache, given, self._columns(generation_config, model_kwargs, given), new=embeds is None)
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
