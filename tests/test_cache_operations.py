@@ -70,6 +70,7 @@ def test_an_operation_that_broke_off_is_noted(kind, operation, calls, monkeypatc
             model(rows, past_key_values=cache)
         cache.reset()
         assert model(ids, past_key_values=cache).logits.equal(model(ids).logits)
+        model(more, past_key_values=cache)  # and on
         getattr(untouched, operation)(*OPERATIONS[operation])
         model(
             more.repeat_interleave(2, 0) if operation == "batch_repeat_interleave" else more, past_key_values=untouched
