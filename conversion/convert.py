@@ -79,7 +79,7 @@ def convert_checkpoint(
         link: `"auto"` links the shards where the file system can, otherwise copies them; `"link"` insists on links;
             `"copy"` copies. A linked shard is the source's file under a second name: changing it in place changes
             both. (`save_pretrained` writes new files and is safe.)
-        overwrite: replace `output` if it is an earlier conversion.
+        overwrite: replace `output` if it is an earlier conversion in which nothing was added or changed since.
         seed: seed for the few tensors that start at random.
         max_shard_size: maximum size of newly written shards.
         progress: show a bar, in bytes.

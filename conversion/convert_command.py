@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--copy", dest="link", action="store_const", const="copy", help="copies (default: links if possible)"
     )
-    parser.add_argument("--overwrite", action="store_true", default=None, help="replace OUT if it is a conversion")
+    parser.add_argument(
+        "--overwrite", action="store_true", default=None, help="replace OUT if it is an unchanged conversion"
+    )
     how_much = "read linked and copied shards, or not (default: up to 1 GiB)"
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, help=how_much)
     parser.add_argument("--seed", type=int, metavar="S", help="seed for what starts at random (default: 0)")

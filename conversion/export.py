@@ -64,7 +64,7 @@ def export_injected(
         model: with [`TNTInjectionConfig`] and own projections, of a family in [`FAMILIES`]. It is not changed.
         output: the folder to create; it appears complete or not at all.
         tokenizer: saved with the model.
-        overwrite: replace `output` if it is an earlier conversion or export.
+        overwrite: replace `output` if it is an earlier conversion or export, and unchanged since.
 
     Returns:
         The resolved path of the result.

@@ -6,6 +6,7 @@ them and says so (`sha256_from`), or else size and time of last change until `ad
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +76,25 @@ def check_manifest(folder: str | os.PathLike) -> list[str]:
         path = folder / name
         if not path.is_file():
             problems.append(f"{name}: missing")
-        elif (size := path.stat().st_size) != entry["size"]:
-            problems.append(f"{name}: {size} bytes, {entry['size']} when converted")
-        elif entry.get("sha256") is None:
-            if path.stat().st_mtime_ns != entry.get("mtime_ns"):
-                problems.append(f"{name}: changed after the conversion, which did not read it")
-        elif sha256(path) != entry["sha256"]:
-            problems.append(f"{name}: its SHA-256 differs from {entry.get('sha256_from', TAKEN)}")
+        elif change := change_of(path, entry):
+            problems.append(f"{name}: {change}")
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     later = (MANIFEST, ".", "evaluation/", "README.previous")  # `tnt eval` and `tnt push` leave these in there
     ignored = {name for name in found if name.startswith(later)}
     return problems + [f"{name}: not in the manifest" for name in sorted(found - set(files) - ignored)]
+
+
+def change_of(path: Path, entry: dict[str, Any], digest: Callable[[Path], str] = sha256) -> str | None:
+    """How a file differs from its entry, if it does. It is read, by `digest`, where nothing else tells."""
+    stat = path.stat()
+    if stat.st_size != entry["size"]:
+        return f"{stat.st_size} bytes, {entry['size']} when converted"
+    if entry.get("sha256") is None:
+        if stat.st_mtime_ns != entry.get("mtime_ns"):
+            return "changed after the conversion, which did not read it"
+    elif digest(path) != entry["sha256"]:
+        return f"its SHA-256 differs from {entry.get('sha256_from', TAKEN)}"
+    return None
 
 
 def without_digest(folder: str | os.PathLike) -> list[str]:

@@ -13,11 +13,13 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from glob import escape
 from pathlib import Path
+from typing import Any
 
-from tnt_hf.conversion.files import flush
-from tnt_hf.conversion.manifest import MANIFEST, read_manifest
+from tnt_hf.conversion.files import flush, sha256
+from tnt_hf.conversion.manifest import MANIFEST, change_of, read_manifest
 from tnt_hf.settings import check_text
 
 
@@ -31,7 +33,7 @@ class Staging:
 
     Args:
         target: resolved path of the folder to be.
-        overwrite: replace `target` if it is a converted checkpoint (has a manifest).
+        overwrite: replace `target` if it is a converted checkpoint (has a manifest), as it was made.
         say: told about leftovers of earlier runs.
 
     Raises:
@@ -122,7 +124,7 @@ def check_target(target: Path, overwrite: bool) -> None:
 
     Raises:
         FileExistsError: something is there: a file, or a folder with content that is not a converted checkpoint, that
-            `overwrite` does not cover or that the conversion did not write.
+            `overwrite` does not cover or that the conversion did not write, or not as it is now.
         ValueError: a file system is mounted there: no other folder can take its place.
     """
     if not target.exists():
@@ -136,16 +138,40 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not any(target.iterdir()):
         return
     try:
-        ours = {MANIFEST, *read_manifest(target)["files"]}
+        files = read_manifest(target)["files"]
     except (OSError, ValueError) as error:
         reason = f"holds files but no {MANIFEST} that can be read: not a conversion, never overwritten"
         raise FileExistsError(errno.EEXIST, reason, str(target)) from error
     if not overwrite:
         raise FileExistsError(errno.EEXIST, "exists; overwrite=True (--overwrite) replaces it", str(target))
     found = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_symlink() or path.is_file()}
-    if added := sorted(found - ours):
+    if added := sorted(found - {MANIFEST, *files}):
         reason = f"holds {added[0]!r}, which no conversion wrote: never overwritten, move it away first"
         raise FileExistsError(errno.EEXIST, reason, str(target))
+    for name in sorted(found & files.keys()):
+        if change := _lost_change(target / name, files[name]):
+            reason = f"holds {name!r}, which was changed since the conversion ({change}): move it away first"
+            raise FileExistsError(errno.EEXIST, reason, str(target))
+
+
+def _lost_change(path: Path, entry: dict[str, Any]) -> str | None:
+    """What is different in a file, if it would be gone with its folder."""
+    if not path.is_file():  # a link to nothing
+        return None
+    if entry.get("how") == "linked" and path.stat().st_nlink > 1:  # the source's own file, which stays there
+        return None
+    return change_of(path, entry, _digest)
+
+
+def _digest(path: Path) -> str:
+    stat = path.stat()
+    return _digest_of(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _digest_of(path: Path, *state: int) -> str:
+    """Read once, though a folder is looked at before the work and after it."""
+    return sha256(path)
 
 
 def clean_up(target: Path, say: Callable[[str], object]) -> None:

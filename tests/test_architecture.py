@@ -132,7 +132,8 @@ ARROWS = {
     },
     "state_tnt": {"configuration_tnt", "step_tnt"},
     "cache_layers_tnt": {"compiler_tnt"},
-    "cache_tnt": {"cache_layers_tnt", "configuration_tnt", "costs_tnt", "state_tnt"},
+    "session_tnt": set(),
+    "cache_tnt": {"cache_layers_tnt", "configuration_tnt", "costs_tnt", "session_tnt", "state_tnt"},
     "convolution_tnt": {"derivative_tnt", "grid_tnt"},
     "features_tnt": {"derivative_tnt"},
     "gate_tnt": {"configuration_tnt", "compiler_tnt", "derivative_tnt", "precision_tnt"},
@@ -205,6 +206,7 @@ TORCH_ONLY = {name for name, siblings in ARROWS.items() if "configuration_tnt" n
     "configuration_tnt",
     "cache_layers_tnt",
     "cache_name_tnt",
+    "session_tnt",
 }
 HUB_PACKAGES = {"torch", "transformers", "huggingface_hub", "safetensors"}
 NO_TENSORS = {

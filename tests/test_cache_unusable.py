@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_cache import filled, go_on
-from tiny import tiny_config, tiny_model, tokens
+from tiny import tiny_config, tiny_model, tokens, undigested
 from tiny_hosts import OPEN_TNT, tiny_host
 from torch.nn.parallel import scatter_gather
 from transformers import DynamicCache, StaticCache
@@ -98,8 +97,7 @@ def test_a_session_whose_layers_have_read_different_tokens_is_damaged(tmp_path):
     kept = {
         name: x for name, x in load_file(tmp_path / "session").items() if name[:10] not in ("layers.1.s", "layers.1.c")
     }
-    with safe_open(tmp_path / "session", "pt") as file:
-        save_file(kept, tmp_path / "half", metadata=file.metadata())
+    save_file(kept, tmp_path / "half", metadata=undigested(tmp_path / "session"))
     with pytest.raises(ValueError, match="session: layers.1.state.0 must have shape"):
         TNTCache.load(tmp_path / "half", model.config)
 
@@ -221,8 +219,7 @@ def test_what_is_not_known_of_a_session_s_positions_is_not_refused(tmp_path):
     cache, positions = TNTCache(model.config), (mask.cumsum(1) - 1).clamp(min=0)
     model(ids, attention_mask=mask[:, :9], position_ids=positions[:, :9], past_key_values=cache)
     cache.save(path := tmp_path / "session.safetensors")
-    with safe_open(path, framework="pt") as file:
-        metadata = {name: x for name, x in file.metadata().items() if name not in ("own_positions", "counts_padding")}
+    metadata = {name: x for name, x in undigested(path).items() if name not in ("own_positions", "counts_padding")}
     save_file(load_file(path), path, metadata=metadata)
     call = {"attention_mask": mask, "position_ids": positions[:, 9:]}
     alone = model(torch.cat([ids, new], 1)[:1, 4:]).logits[:, -3:]

@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from tnt_hf.cli import main
 from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.conversion.files import sha256
 from tnt_hf.conversion.manifest import check_manifest
 from tnt_hf.conversion.model_card import front_matter
 from tnt_hf.conversion.source import INDEX, read_header, read_source
 from tnt_hf.conversion.staging import LOCK, Staging, target_of
+from tnt_hf.recipes.model_card import write_card
 
 
 @pytest.fixture
@@ -156,3 +158,93 @@ def test_norwegian_is_a_language(tmp_path, source, said, kept):
     result = convert_checkpoint(source, tmp_path / "result", progress=False)
     assert front_matter(result)["language"] == kept
     assert ModelCard.load(result / "README.md").data.language == kept
+
+
+def prepend(path: Path) -> None:
+    path.write_text("Read this first.\n\n" + path.read_text())
+
+
+def set_a_field(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 4096}))
+
+
+def train(path: Path) -> None:
+    """The same names and sizes, another number."""
+    *content, last = path.read_bytes()
+    path.write_bytes(bytes([*content, last ^ 1]))
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+CHANGES = {
+    "a card of one's own": ("README.md", prepend, "bytes, "),
+    "another field": ("config.json", set_a_field, "bytes, "),
+    "a trained memory": ("model-memory-00001-of-00001.safetensors", train, "its SHA-256 differs"),
+    "weights nobody has read": ("model-base-00001-of-", touch, "changed after the conversion"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_overwriting_takes_nothing_that_was_changed(tmp_path, source, change):
+    """Not even under a name that the conversion knows: it is refused until that file is out of the way."""
+    name, edit, said = CHANGES[change]
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link="copy", check=False)
+    path = next(result.glob(f"{name}*"))
+    edit(path)
+    content = path.read_bytes()
+    with pytest.raises(FileExistsError, match="was changed since the conversion.*move it away first") as caught:
+        convert_checkpoint(source, result, progress=False, overwrite=True)
+    assert repr(path.name) in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
+    assert path.read_bytes() == content and [x.name for x in tmp_path.iterdir() if x.name[0] == "."] == []
+    path.rename(tmp_path / "mine")
+    convert_checkpoint(source, result, progress=False, overwrite=True)
+    assert check_manifest(result) == [] and (tmp_path / "mine").read_bytes() == content
+
+
+def test_a_change_during_the_work_is_noticed_at_its_end(tmp_path, source):
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    with Staging(result, True, print) as staging:
+        train(memory := result / "model-memory-00001-of-00001.safetensors")
+        trained = memory.read_bytes()
+        with pytest.raises(FileExistsError, match="'model-memory.*its SHA-256 differs.*move it away first"):
+            staging.commit()
+    assert memory.read_bytes() == trained
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_linked_shard_that_changed_with_its_source_holds_nothing_up(tmp_path, source, check):
+    """Its source has it still, and is what the conversion is to be made of again; alone, it is the last one."""
+    result = convert_checkpoint(source, tmp_path / "result", progress=False, link="link", check=check)
+    shard = next(result.glob("model-base-*"))
+    origin = next(x for x in source.iterdir() if x.stat().st_ino == shard.stat().st_ino)
+    train(shard)
+    touch(shard)
+    convert_checkpoint(source, result, progress=False, link="link", check=check, overwrite=True)
+    assert check_manifest(result) == [] and shard.samefile(origin)
+    train(shard)
+    os.utime(shard, ns=(2, 2))
+    origin.unlink()
+    with pytest.raises(FileExistsError, match=f"{shard.name}', which was changed since the conversion"):
+        Staging(result, True, print).__enter__()
+
+
+def test_a_card_that_tnt_wrote_holds_nothing_up(tmp_path, source):
+    """As `tnt push` does; what somebody has written into it since does."""
+    result = convert_checkpoint(source, tmp_path / "result", progress=False)
+    assert write_card(result, "owner/hybrid")
+    convert_checkpoint(source, result, progress=False, overwrite=True)
+    write_card(result, "owner/hybrid")
+    prepend(result / "README.md")
+    with pytest.raises(FileExistsError, match="'README.md', which was changed since the conversion"):
+        convert_checkpoint(source, result, progress=False, overwrite=True)
+
+
+def test_a_folder_is_read_once_to_be_replaced(tmp_path, source, monkeypatch):
+    result, read = convert_checkpoint(source, tmp_path / "result", progress=False), []
+    monkeypatch.setattr("tnt_hf.conversion.staging.sha256", lambda path: read.append(path) or sha256(path))
+    with Staging(result, True, print) as staging:
+        (staging.folder / "new").touch()
+        staging.commit()
+    assert len(read) == len(set(read)) > 5 and [x.name for x in result.iterdir()] == ["new"]

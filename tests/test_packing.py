@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny import MODES, tiny_config, tiny_model
+from tiny import MODES, tiny_config, tiny_model, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tnt_hf.modeling_tnt import build_masks
@@ -231,3 +231,32 @@ def test_flash_attention_refuses_several_packed_rows_which_it_would_not_keep_apa
         build_masks(config, embeds, None, None, documents)
     build_masks(config, embeds[:1], None, None, documents[:1])
     build_masks(config, embeds, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        (torch.zeros(1, 7, dtype=torch.int32), r"has the shape \[1, 7\]: it must be \[1, 20\]"),
+        (torch.zeros(1, 1, dtype=torch.int32), r"has the shape \[1, 1\]: it must be \[1, 20\]"),
+        (torch.arange(24)[None] // 12, r"has the shape \[1, 24\]: it must be \[1, 20\]"),
+        (torch.arange(20) // 10, r"has the shape \[20\]: it must be \[1, 20\]"),
+        ((torch.arange(20) // 10).repeat(2, 1), r"has the shape \[2, 20\]: it must be \[1, 20\]"),
+        ((torch.arange(20) // 10)[None] / 2, "is a tensor of torch.float32: it must be a tensor of integers"),
+        ((torch.arange(20) // 10)[None].bool(), "is a tensor of torch.bool: it must be a tensor of integers"),
+        ([[0] * 10 + [1] * 10], "is list: it must be a tensor of integers"),
+    ],
+    ids=["short", "one for all", "long", "no rows", "too many rows", "fractions", "truth values", "list"],
+)
+def test_numbers_of_documents_are_whole_and_one_for_each_token(numbers, said):
+    """Or two documents would be read as one."""
+    with pytest.raises(ValueError, match=f"seq_idx {said}"):
+        tiny_model()(tokens(1, 20), seq_idx=numbers)
+
+
+@torch.no_grad()
+def test_rows_may_share_their_numbers_of_documents():
+    model, ids, number = tiny_model(), tokens(2, 20), (torch.arange(20) // 10)[None]
+    alone = torch.cat([model(part, use_cache=False).logits for part in ids.split(10, 1)], 1)
+    for kind in (torch.uint8, torch.int64):
+        for rows in (number, number.repeat(2, 1)):
+            torch.testing.assert_close(model(ids, seq_idx=rows.to(kind)).logits, alone)

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_cache import filled, go_on, modes
 from test_memory import everything, make_inputs, run
-from tiny import left_padded, tiny_config, tiny_model, tokens
+from tiny import left_padded, tiny_config, tiny_model, tokens, undigested
 
 from tnt_hf import TNTCache
 from tnt_hf.cache_name_tnt import CACHE_NAME
@@ -179,8 +178,7 @@ def test_sessions_that_do_not_fit(tmp_path):
 def test_damaged_sessions_are_refused(damage, tmp_path):
     path, model = tmp_path / "session.safetensors", tiny_model()
     filled(model, tokens(2, 21)).save(path)
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
+    metadata = undigested(path)
     tensors = load_file(path)
     damage(tensors)
     save_file({name: x.contiguous() for name, x in tensors.items()}, path, metadata=metadata)
@@ -209,8 +207,7 @@ HEADERS = {
 def test_sessions_with_a_damaged_header_are_refused(name, said, tmp_path):
     path, model = tmp_path / "session.safetensors", tiny_model()
     filled(model, tokens(2, 21)).save(path)
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() | ({} if said is None else {name: said})
+    metadata = undigested(path) | ({} if said is None else {name: said})
     if said is None:
         del metadata[name]
     save_file(load_file(path), path, metadata=metadata)

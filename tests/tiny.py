@@ -1,8 +1,11 @@
 """Tiny TNT models that are hard to please: weights with a standard deviation of 0.1, a window of 4, chunks of 2, 4 and
 8, resets every 16 tokens, so that 40 tokens cross every boundary several times."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors import safe_open
 
 from tnt_hf import TNTConfig, TNTForCausalLM
 
@@ -90,3 +93,9 @@ def left_padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.stack([torch.cat([row.new_zeros(length - len(row)), row]) for row in rows])
     mask = torch.stack([torch.arange(length) >= length - len(row) for row in rows]).long()
     return ids, mask
+
+
+def undigested(session: Path) -> dict[str, str]:
+    """What the header of a saved session says, as earlier releases wrote it: nothing to tell damage by."""
+    with safe_open(session, framework="pt") as file:
+        return {name: said for name, said in file.metadata().items() if name != "sha256"}

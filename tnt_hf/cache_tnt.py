@@ -15,8 +15,6 @@ from os import PathLike
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
@@ -28,6 +26,7 @@ from transformers.cache_utils import (
 from .cache_layers_tnt import TNTFullLayer, TNTSlidingLayer, TNTWindowLayer
 from .configuration_tnt import TNTConfig
 from .costs_tnt import memory_state_shapes
+from .session_tnt import check_digest, read_session, write_session
 from .state_tnt import store
 
 
@@ -43,6 +42,7 @@ FINGERPRINT = (
 )  # fmt: skip
 # Why a cache cannot be gone on from, as its attribute `unusable`: layers are written to one after the other.
 INTERRUPTED = "was left behind by a call that broke off, and its layers hold different tokens"
+HEADER = "format", "config", "cumulative_lengths"
 # What a cache knows about its tokens that its tensors do not say.
 NOTES = "own_positions", "counts_padding", "windows_of_columns"
 
@@ -226,8 +226,12 @@ class TNTCache(DynamicCache):
         """
         Write the session to a safetensors file: a conversation's memory, resumable in another process.
 
+        The file is there as a whole or not at all. One that it replaces passes on its mode (a new one can be read by
+        its owner alone), and a link still leads to it.
+
         Raises:
             ValueError: the cache cannot be continued from. Nothing is written.
+            OSError: the file cannot be written, or `path` is a folder, a device or a pipe; an older session remains.
         """
         if self.unusable is not None:
             raise ValueError(f"cache: {self.unusable}.")
@@ -238,7 +242,7 @@ class TNTCache(DynamicCache):
             "cumulative_lengths": json.dumps([getattr(layer, "cumulative_length", None) for layer in self.layers]),
             **{name: json.dumps(note) for name in NOTES if (note := getattr(self, name)) is not None},
         }
-        save_file(tensors, path, metadata=metadata)
+        write_session(path, tensors, metadata)
 
     @classmethod
     def load(cls, path: str | PathLike, config: TNTConfig, device: str | torch.device = "cpu") -> "TNTCache":
@@ -247,23 +251,21 @@ class TNTCache(DynamicCache):
         of its layers and to the precision in which it continues.
 
         Raises:
-            ValueError: not a session, one of another architecture (the differing field is named), or a damaged one.
-            OSError: the file cannot be read.
+            ValueError: not a session, one of another architecture (the differing field is named), or a damaged one,
+                whose content is not what was saved (earlier releases noted no digest to tell that by).
+            OSError: the file cannot be read, or it is no regular one.
         """
         try:
             device = torch.device(device)
         except (RuntimeError, TypeError):
             raise ValueError(f"device={device!r}: is not a torch device.") from None
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except SafetensorError as error:
-            raise ValueError(f"path={str(path)!r} is not a safetensors file: {error}") from error
+        tensors, metadata = read_session(path)
         if metadata.get("format") != SESSION_FORMAT:
             raise ValueError(
                 f"path={str(path)!r} is not a TNT session: format {metadata.get('format')!r}, not {SESSION_FORMAT!r}."
             )
+        check_digest(tensors, metadata, {*HEADER, *NOTES})
+        tensors = {name: x.to(device) for name, x in tensors.items()}
         stored = _said(metadata, "config", dict)
         _compare(stored, _fingerprint(config))
         filled_with = _with_chunk_sizes(config, _said(stored, "local_chunk_sizes", list))

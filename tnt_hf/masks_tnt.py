@@ -28,6 +28,7 @@ from .window_tnt import window_of
 
 
 MASKED = ("sdpa", "eager")  # whose masks of a window are made here
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def build_masks(
@@ -231,8 +232,12 @@ def document_ids(
     `[B, T]` int64 that changes where a packed row starts a new document, or `None` if no row does: from `seq_idx`,
     `cu_seq_lens_q` (one row), or `position_ids` that do not increase from one valid token to the next. After padding
     only position 0 starts one: `generate` counts on from what it wrote at the padding of a right-padded prompt.
+
+    Raises:
+        ValueError: `seq_idx` or `cu_seq_lens_q` do not say of every token which document it is of.
     """
     if (seq_idx := kwargs.get("seq_idx")) is not None:
+        _check_numbers(seq_idx, batch, length)
         ids = seq_idx.to(torch.long).expand(batch, -1)
         ids = document_starts(ids, mask).cumsum(1)  # numbers that come back are of another document
     elif name := next((x for x in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(x) is not None), None):
@@ -256,6 +261,15 @@ def document_ids(
         torch._assert_async(one, "an exported model reads one document per row, but a row of this batch has several")
         return None
     return None if bool(one) else ids
+
+
+def _check_numbers(seq_idx: Any, batch: int, length: int) -> None:
+    """A number for each token. Fractions would be cut off, and what is too short spread over the row."""
+    if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in INTEGERS:
+        what = f"a tensor of {seq_idx.dtype}" if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
+        raise ValueError(f"seq_idx is {what}: it must be a tensor of integers, the number of each token's document.")
+    if seq_idx.ndim != 2 or seq_idx.shape[0] not in (1, batch) or seq_idx.shape[1] != length:
+        raise ValueError(f"seq_idx has the shape {list(seq_idx.shape)}: it must be {[batch, length]}.")
 
 
 def default_positions(
