@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 SEAL = "complete.json"
 FORMAT = "tnt-checkpoint-1"
 DELETED = ".deleted-"  # before the name of a checkpoint that is being deleted
+REPLACED = ".replaced-"  # before the name of a complete one, until another is complete in its place
 # Settings that decide which rows a step sees, or what it does with them. Resumed with another value a run would be
 # neither the old one nor the new one: `Trainer` restores the old learning rates, for example, without a word.
 FIXED = (
@@ -146,17 +147,62 @@ def latest_complete_checkpoint(output_dir: str | os.PathLike, intact: bool = Fal
     return None
 
 
-def delete_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, best: str | None = None) -> None:
-    """Delete the oldest complete checkpoints until `limit` are left; the newest and `best` always stay, and what is
-    best to one that stays, without which nobody could go on from it."""
+def make_room(folder: Path) -> None:
+    """Take away what is where a checkpoint is to be written. A complete one lies aside until `settle`."""
+    if fault(folder) is None:
+        aside = folder.with_name(f"{REPLACED}{folder.name}")
+        _remove(aside)
+        folder.rename(aside)
+    else:  # of a run that died while saving
+        _remove(folder)
+
+
+def settle(folder: Path) -> None:
+    """The checkpoint in `folder`, complete or not, is final: where it is not, the one it was to replace comes back."""
+    aside = folder.with_name(f"{REPLACED}{folder.name}")
+    if fault(folder) is not None:
+        _remove(folder)
+        if fault(aside) is None:  # else it was being deleted
+            aside.rename(folder)
+    _remove(aside)
+
+
+def bring_back(output_dir: str | os.PathLike) -> None:
+    """Put complete checkpoints back that a run was replacing when it was killed."""
+    for aside in Path(output_dir).glob(f"{REPLACED}checkpoint-*"):
+        settle(aside.with_name(aside.name.removeprefix(REPLACED)))
+
+
+def _remove(path: Path) -> None:
+    path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+
+
+def delete_old_checkpoints(
+    output_dir: str | os.PathLike,
+    limit: int | None,
+    best: str | None = None,
+    saved: Path | None = None,
+    named: Path | None = None,
+) -> None:
+    """
+    Delete the oldest complete checkpoints until `limit` are left.
+
+    Args:
+        best, named: always stay: the best one, and the one that the session was told to go on from, as the same
+            command needs it again after a kill. What is best to one that stays does too, without which nobody could
+            go on from it.
+        saved: the newest, which always stays; by default that of the most steps. Those of more steps are of an earlier
+            pass, which is being made again: they do not count, and stay until they are replaced.
+    """
     if not limit or limit < 0:
         return
     complete = [path for path in checkpoints(output_dir) if fault(path) is None]
-    old = [path for path in complete[:-1] if best is None or path.resolve() != Path(best).resolve()]
-    old = old[: max(len(complete) - limit, 0)]
+    counted = [path for path in complete if saved is None or _step(path) <= _step(saved)]
+    stay = {Path(path).resolve() for path in (best, named) if path is not None}
+    old = [path for path in counted[:-1] if path.resolve() not in stay][: max(len(counted) - limit, 0)]
     needed = set() if best is None else {best_of(path) for path in complete if path not in old}
     for path in Path(output_dir).glob(f"{DELETED}*"):
-        path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
     for path in old:
         if path.name in needed:
             continue
@@ -168,6 +214,10 @@ def delete_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, bes
             (path / SEAL).unlink()
             gone = path
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def best_of(checkpoint: Path) -> str | None:

@@ -10,7 +10,6 @@ import logging
 import math
 import operator
 import os
-import shutil
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,13 +28,16 @@ from tnt_hf.conversion.files import naming
 from tnt_hf.recipes.callbacks import ChunkSizeSchedule
 from tnt_hf.recipes.checkpoints import (
     best_of,
+    bring_back,
     callback_settings,
     check_checkpoint,
     check_same_run,
     delete_old_checkpoints,
     latest_complete_checkpoint,
+    make_room,
     run_state,
     seal,
+    settle,
 )
 
 
@@ -91,6 +93,7 @@ class ResumableTrainer(Trainer):
         self._seconds_off, self._off_since = 0.0, None
         self._run: dict[str, Any] = {}  # see run_state
         self._resumed: Path | None = None
+        self._named: Path | None = None  # what somebody asked to go on from, and may ask again
         self._started = False
         self._sampler = None
         self._tokens_logged = 0
@@ -145,6 +148,10 @@ class ResumableTrainer(Trainer):
 
     def _checkpoint(self, resume: str | os.PathLike) -> Path | None:
         automatic = resume in ("auto", "never")
+        if self.args.should_save:
+            bring_back(self.folder)
+        self.accelerator.wait_for_everyone()
+        self._named = None if automatic else Path(resume)
         newest = latest_complete_checkpoint(self.folder, intact=resume == "auto") if automatic else Path(resume)
         if resume == "never" and newest is not None:
             asked = "resume='never' (--resume_from_checkpoint never)"
@@ -248,7 +255,7 @@ class ResumableTrainer(Trainer):
         limit = self.args.save_total_limit
         with self.off_the_clock(), self.saving(folder):
             if self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)  # of a run that died while saving
+                make_room(folder)
             self.accelerator.wait_for_everyone()
             self.args.save_total_limit = None  # only complete ones count, below
             self._note_best()
@@ -269,9 +276,10 @@ class ResumableTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 seal(folder, self._run)
+                settle(folder)
         if self.args.should_save:  # a failure of this costs no checkpoint
             with self.off_the_clock():
-                delete_old_checkpoints(self.folder, limit, self.state.best_model_checkpoint)
+                delete_old_checkpoints(self.folder, limit, self.state.best_model_checkpoint, folder, self._named)
 
     def _best_step(self) -> int | None:
         """Of the best checkpoint, if there is one."""
@@ -338,7 +346,7 @@ class ResumableTrainer(Trainer):
             yield
         except (OSError, SafetensorError, RuntimeError) as error:
             if folder != self.folder and self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)
+                settle(folder)
             newest = latest_complete_checkpoint(self.folder)
             left = "there is no earlier checkpoint" if newest is None else f"{newest.name} is complete and intact"
             why = str(error).strip().partition("\n")[0][:200] or type(error).__name__

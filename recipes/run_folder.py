@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tnt_hf.conversion.files import naming
+from tnt_hf.recipes.checkpoints import REPLACED, bring_back
 
 
 RESOLVED = "recipe.yaml"  # the settings of a run, in its output_dir
@@ -49,7 +50,7 @@ def check_output(output: Path, given: dict[str, Any]) -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         raise PermissionError(f"output_dir={str(output)!r}: nothing can be written to {there}")
     found = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    found = {name for name in found if not name.startswith(".")}
+    found = {name for name in found if not name.startswith(".") or name.startswith(REPLACED)}
     if not found - {"converted"}:
         return
     if RESOLVED not in found:
@@ -140,7 +141,8 @@ def sole_run(output: Path) -> Iterator[None]:
 
 
 def check_unused(output: Path) -> None:
-    """Raises ValueError if a run is writing to `output`; leaves nothing there."""
-    if (output / LOCK).exists():
+    """Raises ValueError if a run is writing to `output`; leaves nothing there, and puts checkpoints back that a killed
+    run was replacing."""
+    if (output / LOCK).exists() or any(output.glob(f"{REPLACED}*")):
         with sole_run(output):
-            pass
+            bring_back(output)

@@ -164,11 +164,11 @@ def prepare(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
         keep_freed_memory()
     say = (lambda line: print(line, flush=True)) if args.process_index == 0 else (lambda line: None)
     check_reports(args.report_to)
-    if args.resume_from_checkpoint not in (None, "auto", "never"):
-        check_checkpoint(args.resume_from_checkpoint, "resume_from_checkpoint", intact=False)
     check_output(Path(args.output_dir), recipe.given)
-    if args.process_index == 0:
+    if args.process_index == 0:  # alone: what the others would look at may just be put back
         check_unused(Path(args.output_dir))
+        if args.resume_from_checkpoint not in (None, "auto", "never"):
+            check_checkpoint(args.resume_from_checkpoint, "resume_from_checkpoint", intact=False)
     callbacks = scheduled(run, args.seed)
     check_length(callbacks, args.max_steps)
 
