@@ -9,6 +9,7 @@ from typing import Any
 from tnt_hf import TNTConfig
 from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.files import write_json
+from tnt_hf.conversion.manifest import check_manifest
 from tnt_hf.conversion.source import read_json
 from tnt_hf.recipes.arguments import ModelArguments
 from tnt_hf.recipes.loading_errors import naming
@@ -18,6 +19,7 @@ CONVERSION_ARGUMENTS = (
     "window", "keep_full_attention", "probe", "dtype", "link", "seed", "max_shard_size", "check", "revision",
 )  # fmt: skip
 CONVERTED = ".converted.json"  # in output_dir: of what, and how, its folder `converted` was made
+READ = 2**30  # bytes of the largest file that is read before a conversion is used again: more takes its time
 
 
 def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[str], object]) -> Path:
@@ -27,7 +29,7 @@ def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[
 
     Raises:
         ValueError: an argument that the conversion does not have; a run has gone on from another conversion, or one is
-            there that no run made.
+            there that no run made, or that was changed since.
     """
     known = [*CONVERSION_ARGUMENTS, *TNTConfig.__annotations__]
     for name, value in model.convert.items():
@@ -39,8 +41,13 @@ def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[
     wanted = {"source": _identity(model.source), "arguments": json.loads(json.dumps(arguments, default=str))}
     record, there = target.parent / CONVERTED, target.is_dir() and any(target.iterdir())
     if there:
-        before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+        before = read_json(record) if record.is_file() else {}
         if before == wanted:
+            if problems := check_manifest(target, READ):
+                raise ValueError(
+                    f"output_dir: {target} is not what was converted, {problems[0]}; delete it, to convert anew, or"
+                    " choose another output_dir"
+                )
             say(f"{model.source} was converted before, into {target}")
             return target
         if not before or any(target.parent.glob("checkpoint-*")) or (target.parent / "training.json").exists():
