@@ -11,12 +11,12 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tnt_hf.conversion.files import flush, sha256
 from tnt_hf.conversion.manifest import MANIFEST, change_of, read_manifest
@@ -48,30 +48,16 @@ class Staging:
         check_target(self.target, self.overwrite)
         self.made = [path for path in self.target.parents if not path.exists()]
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        while not self._own_a_root():
-            pass
+        try:
+            self.root, self.lock = owned_folder(
+                self.target.parent, _prefix(self.target), f"output={str(self.target)!r}"
+            )
+        except OSError:
+            self._remove_parents()
+            raise
         self.folder = self.root / "model"
         self.folder.mkdir()
         return self
-
-    def _own_a_root(self) -> bool:
-        """A new folder with a lock that we hold; `False` if another run cleaned it up in between."""
-        self.root = Path(tempfile.mkdtemp(prefix=_prefix(self.target), dir=self.target.parent))
-        try:
-            self.lock = (self.root / LOCK).open("x")
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.root / LOCK))
-        except (FileNotFoundError, BlockingIOError):
-            return False
-        except OSError as error:
-            shutil.rmtree(self.root, ignore_errors=True)
-            self.lock.close()
-            self._remove_parents()
-            reason = f"its file system locks no files ({error.strerror})"
-            raise OSError(error.errno, f"output={str(self.target)!r}: {reason}; choose another") from error
 
     def __exit__(self, *exc_info) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
@@ -174,11 +160,36 @@ def _digest_of(path: Path, *state: int) -> str:
     return sha256(path)
 
 
-def clean_up(target: Path, say: Callable[[str], object]) -> None:
-    """Remove what runs for `target` left behind that were killed, and undo a replacement that one of them began."""
-    if not target.parent.is_dir():
-        return
-    for root in sorted(target.parent.glob(f"{escape(_prefix(target))}*")):
+def owned_folder(parent: Path, prefix: str, what: str) -> tuple[Path, IO[str]]:
+    """
+    A new folder in `parent`, and its lock, held until that is closed.
+
+    Raises:
+        OSError: it cannot be made, or its file system locks no files; the latter names `what`.
+    """
+    while True:  # until no other run cleans it up before it is locked
+        root = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            lock = (root / LOCK).open("x")
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(root / LOCK)):
+                return root, lock
+        except (FileNotFoundError, BlockingIOError):
+            pass
+        except OSError as error:
+            shutil.rmtree(root, ignore_errors=True)
+            lock.close()
+            reason = f"its file system locks no files ({error.strerror})"
+            raise OSError(error.errno, f"{what}: {reason}; choose another") from error
+        lock.close()
+
+
+def left_over(parent: Path, prefix: str) -> Iterator[Path]:
+    """The folders of [`owned_folder`] that no process owns any more, each locked while it is looked at."""
+    for root in sorted(parent.glob(f"{escape(prefix)}*")):
         if root.is_symlink() or not root.is_dir():
             continue
         if not (root / LOCK).is_file():
@@ -190,6 +201,15 @@ def clean_up(target: Path, say: Callable[[str], object]) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # its process lives, or nobody can tell
                 continue
+            yield root
+
+
+def clean_up(target: Path, say: Callable[[str], object]) -> None:
+    """Remove what runs for `target` left behind that were killed, and undo a replacement that one of them began."""
+    if not target.parent.is_dir():
+        return
+    for root in left_over(target.parent, _prefix(target)):
+        with suppress(FileNotFoundError):  # as above
             if (root / "old").is_dir() and not target.exists():
                 os.rename(root / "old", target)
                 say(f"brought back {target}, which an interrupted run was replacing")

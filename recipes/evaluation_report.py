@@ -3,18 +3,22 @@
 import json
 import math
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tnt_hf.conversion.files import flush, write_json
+from tnt_hf.conversion.staging import left_over, owned_folder
 from tnt_hf.recipes.pictures import finish, subplots
 from tnt_hf.recipes.training_plots import spans_decades
 
 
 FORMAT = "tnt-evaluation-1"
 JSON, MARKDOWN = "evaluation.json", "evaluation.md"
+SCRATCH = ".tnt-eval-"  # before the name of a folder that an evaluation is written in
 
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -22,7 +26,7 @@ JSON, MARKDOWN = "evaluation.json", "evaluation.md"
 
 def check_output(output: Path, overwrite: bool) -> None:
     """
-    Whether results may be written into a folder.
+    Whether results may be written into a folder. What evaluations left there that were killed is removed.
 
     Raises:
         FileExistsError: `output` holds an evaluation and `overwrite` is not asked for, or a file of the same name that
@@ -50,6 +54,23 @@ def check_output(output: Path, overwrite: bool) -> None:
             path.rmdir()
     except OSError as error:
         raise OSError(f"--output {output}: cannot be written to ({error.strerror})") from error
+    for folder in left_over(output, SCRATCH):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _scratch(output: Path) -> Iterator[Path]:
+    """A folder in `output` for as long as this context lasts."""
+    try:
+        folder, lock = owned_folder(output, SCRATCH, f"--output {output}")
+    except OSError:  # of a file system without locks: if this is killed, nobody can tell and it stays
+        folder, lock = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=output)), None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            lock.close()
 
 
 def _written_here(output: Path) -> list[str]:
@@ -79,8 +100,7 @@ def write_evaluation(output: Path, results: dict[str, Any], overwrite: bool = Fa
     # While what was drawn of the older one is there, it belongs to this one: whoever breaks off leaves nobody's files.
     results = {**results, "files": names + stale}
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".tnt-eval-", dir=output) as folder:
-        made = Path(folder)
+    with _scratch(output) as made:
         (made / JSON).write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         (made / MARKDOWN).write_text(as_markdown(results), encoding="utf-8")
         for name in pictures:
