@@ -90,6 +90,6 @@ def tokenizer_digest(tokenizer) -> str:
         rules,
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
-        *(["special tokens are text"] if tokenizer.split_special_tokens else []),
+        *(["special tokens are text"] if getattr(tokenizer, "split_special_tokens", False) else []),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

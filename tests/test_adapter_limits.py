@@ -291,7 +291,7 @@ def test_a_memory_that_came_with_the_model_stays_where_its_adapter_is_disabled(c
             with torch.no_grad():
                 pieces = [model(x, past_key_values=cache).logits for x in IDS.split([5, 1, 3], 1)]
         torch.testing.assert_close(torch.cat(pieces, 1), before)  # float32, sums in another order
-        with pytest.raises(ValueError, match="another injection: disable_adapter=True, the model has False"):
+        with pytest.raises(ValueError, match="another model or injection: disable_adapter=True, the model has False"):
             model(IDS[:, :1], past_key_values=cache)
         assert logits(model).equal(trained) and not trained.equal(before)
     inner = unload(model)
