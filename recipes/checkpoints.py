@@ -138,6 +138,11 @@ def checkpoints(output_dir: str | os.PathLike) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
+def step_of(checkpoint: str | os.PathLike) -> int:
+    """N of a folder `checkpoint-N`."""
+    return int(os.fspath(checkpoint).rpartition("-")[2])
+
+
 def latest_complete_checkpoint(output_dir: str | os.PathLike, intact: bool = False) -> Path | None:
     """The newest complete checkpoint of a run, or `None`. Newer ones that are not complete are named in a warning."""
     for path in reversed(checkpoints(output_dir)):
@@ -197,7 +202,7 @@ def delete_old_checkpoints(
     if not limit or limit < 0:
         return
     complete = [path for path in checkpoints(output_dir) if fault(path) is None]
-    counted = [path for path in complete if saved is None or _step(path) <= _step(saved)]
+    counted = [path for path in complete if saved is None or step_of(path) <= step_of(saved)]
     stay = {Path(path).resolve() for path in (best, named) if path is not None}
     old = [path for path in counted[:-1] if path.resolve() not in stay][: max(len(counted) - limit, 0)]
     needed = set() if best is None else {best_of(path) for path in complete if path not in old}
@@ -214,10 +219,6 @@ def delete_old_checkpoints(
             (path / SEAL).unlink()
             gone = path
         shutil.rmtree(gone, ignore_errors=True)
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def best_of(checkpoint: Path) -> str | None:

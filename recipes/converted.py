@@ -9,6 +9,7 @@ from typing import Any
 from tnt_hf import TNTConfig
 from tnt_hf.conversion import convert_checkpoint
 from tnt_hf.conversion.files import write_json
+from tnt_hf.conversion.head_start import READ
 from tnt_hf.conversion.manifest import check_manifest
 from tnt_hf.conversion.source import read_json
 from tnt_hf.recipes.arguments import ModelArguments
@@ -19,7 +20,6 @@ CONVERSION_ARGUMENTS = (
     "window", "keep_full_attention", "probe", "dtype", "link", "seed", "max_shard_size", "check", "revision",
 )  # fmt: skip
 CONVERTED = ".converted.json"  # in output_dir: of what, and how, its folder `converted` was made
-READ = 2**30  # bytes of the largest file that is read before a conversion is used again: more takes its time
 
 
 def convert_once(model: ModelArguments, target: Path, seed: int, say: Callable[[str], object]) -> Path:

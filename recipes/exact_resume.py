@@ -38,6 +38,7 @@ from tnt_hf.recipes.checkpoints import (
     run_state,
     seal,
     settle,
+    step_of,
 )
 
 
@@ -284,7 +285,7 @@ class ResumableTrainer(Trainer):
     def _best_step(self) -> int | None:
         """Of the best checkpoint, if there is one."""
         best = self.state.best_model_checkpoint
-        return None if best is None else int(best.rpartition("-")[2])
+        return None if best is None else step_of(best)
 
     def _note_best(self) -> None:
         """The best of what is saved. The library's is the best that was evaluated, so that nothing after an evaluation
