@@ -33,6 +33,15 @@ def run_cases(path: str, marks: str, capability: int | None = None) -> None:
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
 
 
+def assert_rounded_once(got, exact, moved) -> None:
+    """Float32 numbers are the float64 ones `exact`, rounded once: off by half the way to the next number, and by the
+    error of what was added to them, products and sums of float32 that stay below `moved`."""
+    for x, y, z in zip(got, exact, moved, strict=True):
+        near = y.float().abs()
+        half = (torch.nextafter(near, torch.tensor(torch.inf)) - near).double() / 2
+        assert ((x.double() - y).abs() <= half + 2**-22 * z.abs()).all()
+
+
 def in_precision(x, dtype: torch.dtype):
     """Floating-point tensors of nested lists, tuples and dicts in another precision."""
     if isinstance(x, Tensor):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interpreter import assert_close, in_precision, run_cases
+from interpreter import assert_close, assert_rounded_once, in_precision, run_cases
 from test_memory import everything, make_inputs
 
 from tnt_hf.kernels_decode_tnt import token_step
@@ -39,10 +39,12 @@ def own_state(weights, batch, chunk_size, momentum, projection):
     return MemoryState(W, xi, S, M, torch.zeros(batch, dtype=torch.long))
 
 
-def steps(tensors, weights, layernorm=None, momentum=None, decay=None, mask=None, **options):
-    """All tokens, one launch each, in the tensors of one state."""
+def steps(tensors, weights, layernorm=None, momentum=None, decay=None, mask=None, state=None, **options):
+    """All tokens, one launch each, in the tensors of one state, by default a fresh one."""
     (q, k, v, lr), (B, T, H, _) = tensors, tensors[1].shape
-    state = own_state(weights, B, options["chunk_size"], momentum is not None, options["query_projection"] != "none")
+    if state is None:
+        project = options["query_projection"] != "none"
+        state = own_state(weights, B, options["chunk_size"], momentum is not None, project)
     options = {**options, "layernorm": None if layernorm is None else [x[:, None] for x in layernorm[:2]]}
     net = Net(options["activation"], options["residual"], 0.0 if layernorm is None else layernorm[2])
     outputs, losses = [], []
@@ -81,6 +83,24 @@ GATES = [{}, {"momentum": True}, {"decay": True}, {"momentum": True, "decay": Tr
 @pytest.mark.parametrize("chunk_size", [1, 4])
 def case_momentum_and_forgetting(chunk_size, gates):
     compare(chunk_size=chunk_size, **gates)
+
+
+@torch.no_grad()
+def case_what_a_token_forgets_is_rounded_to_the_digits_of_the_weights_once():
+    tensors, weights, gates = make_inputs(T=1, H=1, K=16, V=16, hidden=32, decay=True, dtype=torch.float32)
+    tensors[3].zero_()
+    moved = [torch.full_like(w, 1e-3) for w in weights]
+    near = [(w + x)[None] for w, x in zip(weights, moved)]
+    (x, w, rest), W = in_precision((tensors, weights, gates), torch.float64), [y.double() for y in near]
+    state = MemoryState(W, W, None, None, torch.zeros(1, dtype=torch.long))
+    end = memory_naive(*x, w, initial_state=state, output_final_state=True, chunk_size=1, **rest)[1]
+    state = own_state(weights, 1, 1, False, False)
+    for y, z in zip(state.weights, near):
+        y.copy_(z)
+    steps(
+        tensors, weights, decay=gates["decay"], state=state, chunk_size=1, activation="silu", residual=False, **OPTIONS
+    )
+    assert_rounded_once(state.weights, end.weights, moved)
 
 
 @pytest.mark.parametrize("projection", ["shard", "chunk"])

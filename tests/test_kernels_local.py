@@ -13,13 +13,13 @@ import os
 
 import pytest
 import torch
-from interpreter import run_cases
+from interpreter import assert_rounded_once, run_cases
 from test_memory import assert_same, everything, leaves, make_inputs, run
 from tiny import at_once, later
 
 from tnt_hf import kernels_global_tnt, kernels_tnt
 from tnt_hf.kernels_choice_tnt import choose, unsupported_scan
-from tnt_hf.memory_tnt import memory_chunkwise, memory_naive
+from tnt_hf.memory_tnt import MemoryState, memory_chunkwise, memory_naive
 
 
 pytest.importorskip("triton")
@@ -204,6 +204,21 @@ def case_gradients_without_a_final_state():
         tensors, weights, options = inputs
         gradients.append(torch.autograd.grad(op(*tensors, weights, **options, chunk_size=4)[0].sum(), wanted))
     assert_same([x.double() for x in gradients[1]], gradients[0], CLOSE)
+
+
+@pytest.mark.parametrize("read", ["current", "chunk_start"])
+def case_what_a_chunk_forgets_is_rounded_to_the_digits_of_the_weights_once(read):
+    """Weights that are near W_init, of which a chunk forgets a part and learns nothing."""
+    tensors, weights, gates = make_inputs(H=1, T=16, K=16, V=16, hidden=16, decay=True, dtype=torch.float32)
+    tensors[3] = torch.zeros_like(tensors[3])
+    moved = [torch.full_like(w, 1e-3) for w in weights]
+    near = [(w + x)[None] for w, x in zip(weights, moved)]
+    ends = []
+    for op, dtype in ((triton, torch.float32), (memory_naive, torch.float64)):
+        x, w, rest, W = cast([tensors, weights, gates, near], dtype)
+        state = MemoryState(W, W, None, None, torch.zeros(1, dtype=torch.long))
+        ends.append(run(op, x, w, rest, initial_state=state, chunk_size=16, read=read)[1].weights)
+    assert_rounded_once(*ends, moved)
 
 
 def case_nothing_uninitialised_leaves_the_backward():

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .kernels_parts_tnt import jit, only, phi, row_norms, slope, tl, unit
+from .kernels_parts_tnt import jit, mixed, only, phi, row_norms, slope, tl, unit
 
 
 ELEMENTS = 4096  # of a tile, or of its products with all query heads
@@ -71,9 +71,11 @@ def write(
         new = entry(w, init, at, at_init, reset, RESETS)
     unwritten = new
     if DECAY:
-        new *= 1 - alpha
         if TO_INIT:
-            new += alpha * tl.load(init + at_init)
+            new, way = mixed(new, tl.load(init + at_init), 1 - alpha)
+            step += way
+        else:
+            new *= 1 - alpha
     new += step
     replace(w, at, new, here)
     if CHUNKED:

@@ -13,7 +13,7 @@ thing. Accumulation and state are float32, matrix operands DT. Travels with ever
 
 from __future__ import annotations
 
-from .kernels_parts_tnt import PLACES, dot, jit, nearest, place, standardise, through_standardise, tl, turned
+from .kernels_parts_tnt import PLACES, dot, jit, mixed, nearest, place, standardise, through_standardise, tl, turned
 
 
 @jit
@@ -172,11 +172,15 @@ def write_layer(
     DT: tl.constexpr,
 ):  # fmt: skip
     """W and S behind a block."""
+    key = turned(a, DT)
+    if A_end is not None and target is not None:
+        W, way = mixed(W, tl.load(matrix(target, M, N)), A_end)
+        if MOMENTUM:
+            way += D_end * S
+            S = m_end * S - dot(key, end_S[:, None] * delta, DT)
+        return W + (way - dot(key, end[:, None] * delta, DT)), S
     if A_end is not None:
         W = A_end * W
-        if target is not None:
-            W += (1.0 - A_end) * tl.load(matrix(target, M, N))
-    key = turned(a, DT)
     if MOMENTUM:
         W += D_end * S
         S = m_end * S - dot(key, end_S[:, None] * delta, DT)

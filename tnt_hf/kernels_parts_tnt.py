@@ -203,6 +203,14 @@ def only(at, flag):
 
 
 @jit
+def mixed(W, target, keep):
+    """keep W + (1 - keep) target, to be added up last: the nearer of the two, and the way from there. A chunk changes
+    W by far less than W, and sums on the way there would be rounded to W's digits. Exact where keep is 0 or 1."""
+    near = keep < 0.5
+    return tl.where(near, target, W), tl.where(near, keep, keep - 1) * (W - target)
+
+
+@jit
 def phi(z, ACT: tl.constexpr):
     """The activation, SiLU or GELU."""
     if ACT == "silu":

@@ -11,7 +11,7 @@ every pushed checkpoint.
 
 from __future__ import annotations
 
-from .kernels_parts_tnt import jit, load, only, tl
+from .kernels_parts_tnt import jit, load, mixed, only, tl
 
 
 STEPS = ["first", "then", "rest", "written", "splits", "read_splits", "write_splits"]  # numbers, as PLACES
@@ -36,20 +36,22 @@ def advance(
     keeps them (s: if KEPT). A, D, m `[N]`."""
     p, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     chunk, here, kept = first + p, p * FLOATS + at, (then + p) * FLOATS + at
-    W = tl.load(w + here)
-    if FORGET != "none":
-        keep = tl.load(A + chunk)
-        W *= keep
-        if FORGET == "init":
-            W += (1 - keep) * tl.load(target + here)
+    W, step = tl.load(w + here), -shares_of(sums, p, at, splits, FLOATS, GROUP)
     if MOMENTUM:
         S = tl.load(s + here)
-        W += tl.load(D + chunk) * S
+        step += tl.load(D + chunk) * S
         S = tl.load(m + chunk) * S - shares_of(sums_S, p, at, splits, FLOATS, GROUP)
         tl.store(s + here, S)
         if KEPT:
             tl.store(momenta + kept, S, mask=only(at, p < rest))
-    W -= shares_of(sums, p, at, splits, FLOATS, GROUP)
+    if FORGET != "none":
+        keep = tl.load(A + chunk)
+        if FORGET == "init":
+            W, way = mixed(W, tl.load(target + here), keep)
+            step += way
+        else:
+            W *= keep
+    W += step
     tl.store(w + here, W)
     tl.store(starts + kept, W, mask=only(at, p < rest))
 
