@@ -149,6 +149,8 @@ def test_sessions_that_do_not_fit(tmp_path):
     (tmp_path / "text").write_text("text")
     with pytest.raises(ValueError, match="not a safetensors file"):
         TNTCache.load(tmp_path / "text", model.config)
+    with pytest.raises(ValueError, match="config=TNTForCausalLM: must be the TNTConfig"):
+        TNTCache.load(path, model)
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ class TNTCache(DynamicCache):
         check_digest(tensors, metadata, {*HEADER, *NOTES})
         tensors = {name: x.to(device) for name, x in tensors.items()}
         stored = _said(metadata, "config", dict)
-        _compare(stored, _fingerprint(config))
+        _compare(stored, cls(config).fingerprint)
         filled_with = _with_chunk_sizes(config, _said(stored, "local_chunk_sizes", list))
         cache = cls(filled_with)
         cache._fill(tensors, _said(metadata, "cumulative_lengths", list), filled_with)
