@@ -83,6 +83,7 @@ class ChatEncoder:
             "borders": "of what is not cut away",
             "null fields": "left out",
             "tools": "shown",
+            "chat_template_kwargs": "given",
             "weight": "0 is not scored",
         }
 
@@ -139,11 +140,12 @@ class _Rendered:
     """A conversation in the words of a template, `whole`."""
 
     def __init__(self, template: str, conversation: Conversation, special_tokens: dict):
-        self.messages, self.tools = conversation
+        self.messages, self.tools, settings = conversation
         self.marked = GENERATION.search(template) is not None
         self.fields = special_tokens | {
             "chat_template": STOPPED_CLOCK + template,
             "date_string": DATE.strftime("%d %b %Y"),
+            **(settings or {}),
         }
         self.whole, _ = self._render(self.messages)
 

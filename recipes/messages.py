@@ -9,11 +9,19 @@ import json
 from typing import Any, NamedTuple
 
 
+# Arguments of a template that say what is rendered, and how it is used.
+OF_THE_RENDERER = frozenset({"messages", "conversation", "conversations", "tools", "chat_template", "tokenize"}) | {
+    "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "padding", "truncation", "max_length", "tokenizer_kwargs",
+}  # fmt: skip
+
+
 class Conversation(NamedTuple):
-    """Messages, and the JSON schemas of the tools that the assistant was shown, `None` for none."""
+    """Messages, the JSON schemas of the tools that the assistant was shown, and what the template is given beside."""
 
     messages: list[dict]
     tools: list[dict] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def checked_messages(value, where: str) -> list[dict]:
@@ -68,6 +76,23 @@ def checked_tools(value, where: str) -> list[dict] | None:
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"{where} must hold a list of objects (JSON schemas), got {value!r:.200}")
     return tools or None
+
+
+def checked_template_kwargs(value, where: str) -> dict[str, Any] | None:
+    """
+    What a conversation sets in its template, as `enable_thinking`: an object, or its JSON; `None` for an empty one.
+
+    Raises:
+        ValueError: it is neither, or sets what is not the conversation's to set; names `where`.
+    """
+    settings = without_nulls(value)
+    if isinstance(value, str):
+        settings = _from_json(value, where) if value.strip() else None
+    if settings and not isinstance(settings, dict):
+        raise ValueError(f"{where} must hold an object, got {value!r:.200}")
+    if taken := sorted(OF_THE_RENDERER & set(settings or ())):
+        raise ValueError(f"{where} must not set {', '.join(map(repr, taken))}")
+    return settings or None
 
 
 def _from_json(text: str, where: str) -> Any:

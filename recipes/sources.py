@@ -23,12 +23,13 @@ from tnt_hf.recipes.arguments import DataArguments
 from tnt_hf.recipes.corpus import is_held_out, read_corpus
 from tnt_hf.recipes.data_files import READABLE, files_of
 from tnt_hf.recipes.file_formats import TABLES, TEXTS, columns_of, kind_of, records
-from tnt_hf.recipes.messages import Conversation, checked_messages, checked_tools
+from tnt_hf.recipes.messages import Conversation, checked_messages, checked_template_kwargs, checked_tools
 
 
 STANDARD_LIBRARY = "python-stdlib"
 INSTRUCTIONS = ("instruction", "input", "output")
-OPTIONAL = {"input", "tools"}  # columns that not every table, and not every row, has
+BESIDE = {"tools": checked_tools, "chat_template_kwargs": checked_template_kwargs}  # columns beside the messages
+OPTIONAL = {"input", *BESIDE}  # columns that not every table, and not every row, has
 
 
 class Document(NamedTuple):
@@ -57,7 +58,7 @@ class Columns:
         Raises:
             ValueError: none of the columns that would do is there.
         """
-        options = {"messages": (data.messages_column, "tools"), "instructions": INSTRUCTIONS}
+        options = {"messages": (data.messages_column, *BESIDE), "instructions": INSTRUCTIONS}
         if mode != "sft":
             options = {"text": (data.text_column,), **options}
         elif there is None:
@@ -83,9 +84,10 @@ class Columns:
             ValueError: a missing column, a value of the wrong type, or one that is not Unicode text.
         """
         document = self._document(place, row)
-        texts = {tuple(name for name in self.names if name != "tools"): document.key}
+        texts = {tuple(name for name in self.names if name not in BESIDE): document.key}
         if isinstance(document.content, Conversation):
-            texts[("tools",)] = json.dumps(document.content.tools, ensure_ascii=False, default=str)
+            for name, value in zip(BESIDE, document.content[1:], strict=True):
+                texts[(name,)] = json.dumps(value, ensure_ascii=False, default=str)
         for names, text in texts.items():
             try:
                 text.encode()
@@ -101,13 +103,13 @@ class Columns:
         missing = [name for name in self.names if name not in row and name not in OPTIONAL]
         if missing:
             raise ValueError(f"{place}: has no column {missing[0]!r}, only {', '.join(map(repr, row))}")
-        if all(values[name] is None for name in self.names if name != "tools"):
+        if all(values[name] is None for name in self.names if name not in BESIDE):
             return Document(place, "", None)
         if self.kind == "messages":
             messages = checked_messages(values[self.names[0]], f"{place}: column {self.names[0]!r}")
-            tools = checked_tools(values["tools"], f"{place}: column 'tools'")
+            beside = [check(values[name], f"{place}: column {name!r}") for name, check in BESIDE.items()]
             key = json.dumps(messages, sort_keys=True, ensure_ascii=False, default=str)
-            return Document(place, key, Conversation(messages, tools) if messages else None)
+            return Document(place, key, Conversation(messages, *beside) if messages else None)
         for name, value in values.items():
             if not isinstance(value, str) and not (name == "input" and value is None):
                 raise ValueError(f"{place}: column {name!r} must hold text, got {type(value).__name__}")

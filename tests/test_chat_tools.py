@@ -77,6 +77,35 @@ def test_tools_and_arguments_may_be_json_and_parquet_may_fill_them_up(tmp_path):
     assert list(training_texts(DataArguments(str(files[1])))) == ["Rain?\nyes\nIt rains."]
 
 
+THINKING = (
+    "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' and not enable_thinking %}<-></->{% endif %}"
+    "{{ m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if not enable_thinking %}<-></->{% endif %}{% endif %}"
+)
+
+
+def test_settings_of_the_template_are_given_to_it(tmp_path):
+    """As `apply_chat_template(messages, enable_thinking=...)` writes them, in the prompt to answer, too."""
+    tokenizer, talk = bytes_tokenizer(THINKING), [says("user", "Rain?"), says("assistant", "It rains.")]
+    given = [{"enable_thinking": True}, '{"enable_thinking": true}', {"enable_thinking": False}, None, "", {}]
+    rows = [*({"messages": talk, "chat_template_kwargs": x} for x in given), {"messages": talk}]
+    paths = [write(tmp_path / f"{n}.jsonl", jsonl([row])) for n, row in enumerate(rows)]
+    found = [build(tokenizer, path, sequence_length=300, packing=False).train[0] for path in paths]
+    for row, thinking in zip(found, [True, True, *[False] * 5], strict=True):
+        whole = tokenizer.apply_chat_template(talk, enable_thinking=thinking, tokenize=False)
+        assert row["input_ids"].tolist() == tokenizer(whole)["input_ids"]
+        assert scored_texts(tokenizer, row["input_ids"], row["labels"] != -100) == ["It rains.<|endoftext|>"]
+
+
+@pytest.mark.parametrize(
+    "value, reason", [("[1]", "must hold an object"), ("{", "must be JSON"), ({"tools": []}, "must not set 'tools'")]
+)
+def test_settings_that_are_none_are_refused_with_their_place(value, reason, tmp_path):
+    path = write(tmp_path / "a.jsonl", jsonl([{"messages": SHORT, "chat_template_kwargs": value}]))
+    with pytest.raises(ValueError, match=f"a.jsonl.*: column 'chat_template_kwargs' {reason}"):
+        build(bytes_tokenizer(CHATML), path)
+
+
 @pytest.mark.parametrize("empty", [None, [], ""])
 def test_no_tools_are_as_if_the_column_were_not_there(empty, tmp_path):
     tokenizer = bytes_tokenizer(UNMARKED_TOOLS)
