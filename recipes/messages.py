@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 
 # Arguments of a template that say what is rendered, and how it is used.
-OF_THE_RENDERER = frozenset({"messages", "conversation", "conversations", "tools", "chat_template", "tokenize"}) | {
-    "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-    "padding", "truncation", "max_length", "tokenizer_kwargs",
+OF_THE_RENDERER = {
+    "messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt",
+    "continue_final_message", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+    "tokenizer_kwargs", "padding", "truncation", "max_length",
 }  # fmt: skip
 
 
