@@ -50,6 +50,25 @@ class InjectedSlidingLayer(_Counting, TNTSlidingLayer):
     """Keys and values of a sliding window, and a memory's state."""
 
 
+class CountedLayer(_Counting, DynamicLayer):
+    """Keys and values of full attention without a memory."""
+
+
+class CountedSlidingLayer(_Counting, DynamicSlidingWindowLayer):
+    """Keys and values of a sliding window without a memory."""
+
+
+# what a layer of an empty cache may be that is to hold a memory
+KNOWN = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    CountedLayer,
+    CountedSlidingLayer,
+    InjectedFullLayer,
+    InjectedSlidingLayer,
+)
+
+
 def make_stateful(cache: Any, slots: dict[int, int], count: int, settings: dict[str, Any]) -> None:
     """
     Give the layers of an empty cache room for memory, or check that a used one has it.
@@ -91,12 +110,17 @@ def make_stateful(cache: Any, slots: dict[int, int], count: int, settings: dict[
     if len(layers) != count:
         raise ValueError(f"{CACHE_NAME} has {len(layers)} layers, the model has {count}; {hint}.")
     for i, number in slots.items():
-        if type(layers[i]) not in (DynamicLayer, DynamicSlidingWindowLayer, InjectedFullLayer, InjectedSlidingLayer):
+        if type(layers[i]) not in KNOWN:
             raise ValueError(f"{CACHE_NAME}: layer {i} is a {type(layers[i]).__name__}; {hint}.")
         if layers[i].is_sliding:
             layers[i] = InjectedSlidingLayer(layers[i].sliding_window, number)
         else:
             layers[i] = InjectedFullLayer(number)
+    for i, layer in enumerate(layers):
+        if type(layer) is DynamicLayer:
+            layers[i] = CountedLayer()
+        elif type(layer) is DynamicSlidingWindowLayer:
+            layers[i] = CountedSlidingLayer(layer.sliding_window)
     cache.layers, cache.memory_layers, cache.tnt_injection = layers, sorted(slots), settings
 
 
@@ -114,9 +138,11 @@ def note_tokens(cache: Cache, count: int) -> None:
     past, known = cache.get_seq_length(), getattr(cache, "tokens_remembered", 0)
     if past and known is not None and past != known:
         raise ValueError(f"{CACHE_NAME} holds {past} tokens, its memory has seen {known}: it was changed elsewhere.")
-    layers = [cache.layers[i] for i in cache.memory_layers]
+    layers = [layer for layer in cache.layers if isinstance(layer, _Counting)]
     if {layer.done for layer in layers} != {layers[0].done} - {None}:
-        if any(layer.has_previous_state[0] or layer.get_seq_length() for layer in layers):
+        if any(layer.get_seq_length() for layer in layers) or any(
+            cache.layers[i].has_previous_state[0] for i in cache.memory_layers
+        ):
             raise ValueError(f"{CACHE_NAME} {INTERRUPTED}: go on with another cache.")
         for layer in layers:
             layer.done = 0

@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -60,7 +61,8 @@ class Staging:
         return self
 
     def __exit__(self, *exc_info) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
+        if _undo(self.root, self.target, self.say):
+            shutil.rmtree(self.root, ignore_errors=True)
         self.lock.close()
         self._remove_parents()
 
@@ -77,7 +79,7 @@ class Staging:
         check_target(self.target, self.overwrite)
         if self.target.is_dir() and any(self.target.iterdir()):
             if not _exchange(self.folder, self.target):
-                # Two steps: between them the old folder is in `old/`, from where the next run brings it back.
+                # Two steps: between them the old folder is in `old/`, from where `_undo` brings it back.
                 os.rename(self.target, self.root / "old")
                 os.rename(self.folder, self.target)
         else:
@@ -192,11 +194,15 @@ def left_over(parent: Path, prefix: str) -> Iterator[Path]:
     for root in sorted(parent.glob(f"{escape(prefix)}*")):
         if root.is_symlink() or not root.is_dir():
             continue
-        if not (root / LOCK).is_file():
+        try:
+            lock = (root / LOCK).open("r+")
+        except FileNotFoundError:
             with suppress(OSError):  # not empty, or gone
                 root.rmdir()  # killed before it held anything
             continue
-        with suppress(FileNotFoundError), (root / LOCK).open("r+") as lock:  # another run may remove it meanwhile
+        except OSError:  # another user's
+            continue
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # its process lives, or nobody can tell
@@ -210,11 +216,23 @@ def clean_up(target: Path, say: Callable[[str], object]) -> None:
         return
     for root in left_over(target.parent, _prefix(target)):
         with suppress(FileNotFoundError):  # as above
-            if (root / "old").is_dir() and not target.exists():
-                os.rename(root / "old", target)
-                say(f"brought back {target}, which an interrupted run was replacing")
-            shutil.rmtree(root)
-            say(f"removed {root.name}, left over from an interrupted run")
+            if _undo(root, target, say):
+                shutil.rmtree(root)
+                say(f"removed {root.name}, left over from an interrupted run")
+
+
+def _undo(root: Path, target: Path, say: Callable[[str], object]) -> bool:
+    """Bring back what a run was replacing in two steps, of which it took one; whether `root` holds nothing to lose."""
+    if not ((root / "old").is_dir() and (root / "model").is_dir()):
+        return True
+    try:
+        os.rename(root / "old", target)
+    except OSError as error:
+        why = f"cannot go back to {target} ({error.strerror})"
+        warnings.warn(f"{root / 'old'}, which an interrupted run was replacing, {why}", stacklevel=2)
+        return False
+    say(f"brought back {target}, which an interrupted run was replacing")
+    return True
 
 
 def _prefix(target: Path) -> str:

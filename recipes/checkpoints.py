@@ -6,6 +6,7 @@ run was, and a checkpoint without it, or with another list, is never resumed fro
 one. Digests are compared before a run goes on, sizes whenever checkpoints are counted.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -152,6 +153,15 @@ def latest_complete_checkpoint(output_dir: str | os.PathLike, intact: bool = Fal
     return None
 
 
+def next_start(args) -> Path | None:
+    """The checkpoint that the command with these `TrainingArguments` would go on from."""
+    if args.resume_from_checkpoint not in (None, "auto", "never"):
+        return Path(args.resume_from_checkpoint)
+    if args.world_size == 1:  # of several, others may still write
+        bring_back(args.output_dir)
+    return latest_complete_checkpoint(args.output_dir)
+
+
 def make_room(folder: Path) -> None:
     """Take away what is where a checkpoint is to be written. A complete one lies aside until `settle`."""
     if fault(folder) is None:
@@ -159,23 +169,51 @@ def make_room(folder: Path) -> None:
         _remove(aside)
         folder.rename(aside)
     else:  # of a run that died while saving
-        _remove(folder)
+        _discard(folder)
 
 
 def settle(folder: Path) -> None:
     """The checkpoint in `folder`, complete or not, is final: where it is not, the one it was to replace comes back."""
     aside = folder.with_name(f"{REPLACED}{folder.name}")
-    if fault(folder) is not None:
-        _remove(folder)
-        if fault(aside) is None:  # else it was being deleted
-            aside.rename(folder)
-    _remove(aside)
+    if fault(folder) is None:
+        _remove(aside)
+        return
+    _discard(folder)
+    if fault(aside) is not None:  # it was being deleted
+        _discard(aside)
+    elif folder.exists():
+        raise OSError(
+            errno.ENOTEMPTY, f"cannot be removed, so {aside.name}, complete, cannot take its place", str(folder)
+        )
+    else:
+        aside.rename(folder)
 
 
 def bring_back(output_dir: str | os.PathLike) -> None:
     """Put complete checkpoints back that a run was replacing when it was killed."""
-    for aside in Path(output_dir).glob(f"{REPLACED}checkpoint-*"):
+    for aside in _set_aside(output_dir, REPLACED):
         settle(aside.with_name(aside.name.removeprefix(REPLACED)))
+
+
+def _set_aside(output_dir: str | os.PathLike, prefix: str) -> list[Path]:
+    """The checkpoints with `prefix` before their names; what else is called so is somebody's own."""
+    return [x for x in Path(output_dir).glob(f"{prefix}*") if re.fullmatch(r"checkpoint-\d+", x.name[len(prefix) :])]
+
+
+def _discard(folder: Path) -> None:
+    """
+    Remove what a save that did not end has left.
+
+    Raises:
+        OSError: whether it ended cannot be read. ValueError: another release says that it did.
+    """
+    try:
+        found = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        found = None
+    if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"{folder / SEAL}: format={found['format']!r} is not {FORMAT!r}: move the folder away")
+    _remove(folder)
 
 
 def _remove(path: Path) -> None:
@@ -206,7 +244,7 @@ def delete_old_checkpoints(
     stay = {Path(path).resolve() for path in (best, named) if path is not None}
     old = [path for path in counted[:-1] if path.resolve() not in stay][: max(len(counted) - limit, 0)]
     needed = set() if best is None else {best_of(path) for path in complete if path not in old}
-    for path in Path(output_dir).glob(f"{DELETED}*"):
+    for path in _set_aside(output_dir, DELETED):
         _remove(path)
     for path in old:
         if path.name in needed:
@@ -218,7 +256,7 @@ def delete_old_checkpoints(
         except OSError:  # of a file system that renames no folders
             (path / SEAL).unlink()
             gone = path
-        shutil.rmtree(gone, ignore_errors=True)
+        _remove(gone)
 
 
 def best_of(checkpoint: Path) -> str | None:

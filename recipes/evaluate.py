@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
-from os.path import realpath
+from os.path import expanduser, realpath
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.output is None:
         output = Path(options.model if local and is_of_ours(Path(options.model)) else "") / "evaluation"
     else:
-        output = Path(options.output).expanduser()
+        output = Path(expanduser(options.output))
     if not options.data.strip():
         raise ValueError(f"--data {options.data!r}: must name {STANDARD_LIBRARY}, a file, a folder or a dataset")
     if not 0 <= options.seed < 2**32:

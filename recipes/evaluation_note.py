@@ -1,7 +1,7 @@
 """Whether what a model is evaluated on was held out when it was trained, as far as its `training.json` tells."""
 
 import json
-from os.path import normpath
+from os.path import expanduser, normpath
 from pathlib import Path
 
 from tnt_hf.recipes.arguments import DataArguments
@@ -28,7 +28,7 @@ def training_note(
             trained_on = same[0] == same[1]
         else:
             files = [
-                {x.resolve() for x in files_of(Path(path).expanduser(), *choice)}
+                {x.resolve() for x in files_of(Path(expanduser(path)), *choice)}
                 for path, choice in ((name, used), (data, (config, split or "train")))
             ]
             trained_on = bool(files[0] & files[1])

@@ -112,6 +112,8 @@ class ResumableTrainer(Trainer):
             ValueError: a checkpoint that is not complete or belongs to a run with other settings.
             OSError: a checkpoint could not be written.
         """
+        if isinstance(resume, bool) or not str(resume).strip():
+            raise ValueError(f"resume={resume!r}: must be 'auto', 'never' or the path of a checkpoint")
         config = getattr(self.model, "config", None)
         rates = {group.get("kind", str(i)): group["lr"] for i, group in enumerate(self.groups or [])}
         self._run = run_state(
@@ -136,6 +138,13 @@ class ResumableTrainer(Trainer):
             self.train(resume_from_checkpoint=None if self._resumed is None else str(self._resumed))
         self.seconds = time.perf_counter() - self._begun
         self.seconds_training = self.seconds - self._seconds_off
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """As `Trainer`, for [`train_exactly`], which has looked at the checkpoint."""
+        if resume_from_checkpoint and not self._run:
+            how = f"resume_from_checkpoint={resume_from_checkpoint!r}"
+            raise ValueError(f"{how}: would go on from what nobody has looked at; call fit(resume='auto' or a path)")
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _end_again(self) -> None:
         """What training ends with, where only the results of a run are missing."""
@@ -233,10 +242,8 @@ class ResumableTrainer(Trainer):
         if name is None or (not self.args.load_best_model_at_end and not (folder / name).is_dir()):
             return
         best = folder / name
-        try:
-            check_checkpoint(best, intact=best != self._resumed)  # which has just been read
-        except ValueError as error:
-            raise ValueError(f"load_best_model_at_end: {error}") from error
+        if self.args.load_best_model_at_end:
+            check_checkpoint(best, "load_best_model_at_end: best", intact=best != self._resumed)  # which was just read
         self.state.best_model_checkpoint = str(best)
 
     def _progress_file(self) -> str:
@@ -346,9 +353,10 @@ class ResumableTrainer(Trainer):
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:
-            if folder != self.folder and self.args.should_save:
+            # Slower processes may still write to it; of several, the next session settles that.
+            if folder != self.folder and self.args.should_save and self.args.world_size == 1:
                 settle(folder)
-            newest = latest_complete_checkpoint(self.folder)
+            newest = latest_complete_checkpoint(self.folder, intact=True)
             left = "there is no earlier checkpoint" if newest is None else f"{newest.name} is complete and intact"
             why = str(error).strip().partition("\n")[0][:200] or type(error).__name__
             raise OSError(f"{folder} could not be written ({why}); {left}.") from error

@@ -8,12 +8,14 @@ says that a message of the assistant is not to be learned.
 import json
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
 
 # Arguments of a template that say what is rendered, and how it is used.
 OF_THE_RENDERER = {
     "messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
-    "tokenizer_kwargs", "padding", "truncation", "max_length",
+    "tokenizer_kwargs", "padding", "truncation", "max_length", *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES,
 }  # fmt: skip
 
 
@@ -56,11 +58,13 @@ def _called(call: dict, where: str) -> dict:
     """`call` with the arguments as an object: as JSON, templates would write them between quotes."""
     if "function" in call:
         return call | {"function": _called(call["function"], where)} if isinstance(call["function"], dict) else call
-    if not isinstance(text := call.get("arguments"), str):
+    if (given := call.get("arguments")) is None:
         return call
-    arguments = _from_json(text, f"{where}: the arguments of a tool call") if text.strip() else {}
+    arguments = given
+    if isinstance(given, str):
+        arguments = _from_json(given, f"{where}: the arguments of a tool call") if given.strip() else {}
     if not isinstance(arguments, dict):
-        raise ValueError(f"{where}: the arguments of a tool call must be an object, got {text!r:.200}")
+        raise ValueError(f"{where}: the arguments of a tool call must be an object, got {given!r:.200}")
     return call | {"arguments": arguments}
 
 

@@ -38,7 +38,7 @@ def check_output(output: Path, given: dict[str, Any]) -> None:
         PermissionError: nothing can be written there.
     """
     for field in ("dataset_name", "eval_dataset_name"):
-        data = Path(given.get(field) or "python-stdlib").expanduser()
+        data = Path(os.path.expanduser(given.get(field) or "python-stdlib"))
         if data.is_dir() and output.resolve().is_relative_to(data.resolve()):
             raise ValueError(
                 f"output_dir={str(output)!r}: lies in {field}={given[field]!r}, so what the run writes would be read"

@@ -270,7 +270,7 @@ def open_source(
     Raises:
         ValueError: there is no such file, dataset, configuration, split or column, or nothing in it can be read.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # pathlib's refuses unknown users without their name
     if name == STANDARD_LIBRARY:
         if config is not None:
             raise ValueError(f"dataset_config={config!r}: {name} is not a dataset with configurations")

@@ -105,7 +105,7 @@ def train(arguments: list[str]) -> dict[str, float]:
             metrics = trainer.fit(resume=trainer.args.resume_from_checkpoint or "auto", facts=facts)
         except KeyboardInterrupt as error:
             by = "SIGTERM" if isinstance(error, Terminated) else "the user"
-            raise type(error)(_stopped(by, output, trainer.state.global_step)) from error
+            raise type(error)(_stopped(by, trainer.args, trainer.state.global_step)) from error
     if first:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         before = "no step was left to train; " if trainer.had_ended else ""
@@ -113,10 +113,10 @@ def train(arguments: list[str]) -> dict[str, float]:
     return metrics
 
 
-def _stopped(by: str, output: Path, step: int) -> str:
-    from tnt_hf.recipes.checkpoints import latest_complete_checkpoint
+def _stopped(by: str, args: Any, step: int) -> str:
+    from tnt_hf.recipes.checkpoints import next_start
 
-    newest = latest_complete_checkpoint(output)
+    newest = next_start(args)
     after = "starts again, no checkpoint was saved" if newest is None else f"goes on from {newest.name}"
     return f"stopped by {by} after step {step}; the same command {after}"
 

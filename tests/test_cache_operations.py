@@ -1,6 +1,7 @@
 """Operations on all layers of a cache that break off in between, and caches of other hosts, are refused."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -75,6 +76,25 @@ def test_an_operation_that_broke_off_is_noted(kind, operation, calls, monkeypatc
         model(
             more.repeat_interleave(2, 0) if operation == "batch_repeat_interleave" else more, past_key_values=untouched
         )
+
+
+@pytest.mark.parametrize("with_memory, at", [([0, 1], 2), ([2, 3], 1), ([1], 3)])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_layers_without_a_memory_are_noted_too(operation, with_memory, at, monkeypatch):
+    config = dataclasses.replace(OPEN_TNT, layers=with_memory)
+    model = inject(tiny_host("llama", num_hidden_layers=4), config)
+    cache, ids, more = DynamicCache(config=model.config), tokens(2, 16), tokens(2, 3, seed=1)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        break_off(monkeypatch, cache.layers[at], operation, 1)
+        with pytest.raises(MemoryError):
+            getattr(cache, operation)(*OPERATIONS[operation])
+        monkeypatch.undo()
+        rows = len(cache.layers[with_memory[0]].keys) if operation != "reset" else 2  # or they are refused as too few
+        with pytest.raises(ValueError, match=BROKE_OFF):
+            model(more.repeat_interleave(rows // 2, 0), past_key_values=cache)
+        cache.reset()
+        assert model(ids, past_key_values=cache).logits.equal(model(ids).logits)
 
 
 @pytest.mark.parametrize("calls", [1, 2], ids=["in the first layer", "in the second"])

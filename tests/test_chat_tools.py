@@ -98,7 +98,13 @@ def test_settings_of_the_template_are_given_to_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value, reason", [("[1]", "must hold an object"), ("{", "must be JSON"), ({"tools": []}, "must not set 'tools'")]
+    "value, reason",
+    [
+        ("[1]", "must hold an object"),
+        ("{", "must be JSON"),
+        ({"tools": []}, "must not set 'tools'"),
+        ({"eos_token": ""}, "must not set 'eos_token'"),
+    ],
 )
 def test_settings_that_are_none_are_refused_with_their_place(value, reason, tmp_path):
     path = write(tmp_path / "a.jsonl", jsonl([{"messages": SHORT, "chat_template_kwargs": value}]))
@@ -153,6 +159,10 @@ def test_what_a_template_does_not_show_is_not_learned_without_it():
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, r"message 0: must have the texts 'role' and 'conte"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"arguments": "{x"}]}]}, r"a tool call must be JSON, got"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"arguments": "1"}]}]}, r"tool call must be an object"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"arguments": 1}]}]},
+            r"tool call must be an object, got 1",
+        ),
         ({"messages": [says("assistant", "x") | {"weight": 2}]}, r"message 0: 'weight' must be 0 or 1, got 2"),
         ({"messages": [says("assistant", "x") | {"weight": "0"}]}, r"'weight' must be 0 or 1, got '0'"),
     ],

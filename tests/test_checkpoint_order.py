@@ -20,6 +20,8 @@ from tnt_hf.recipes.checkpoints import (
     delete_old_checkpoints,
     fault,
     make_room,
+    next_start,
+    seal,
     settle,
 )
 from tnt_hf.recipes.recipe_file import read_recipe
@@ -173,7 +175,81 @@ def test_a_checkpoint_that_lies_aside_can_be_named(tmp_path):
     assert fault(output / "checkpoint-4") is None
 
 
+# --- what nobody can tell to be unfinished ---
+
+
+def damaged(folder, seal) -> None:
+    """A seal that is there and says something else, or cannot be read."""
+    (folder / SEAL).unlink()
+    (folder / SEAL).mkdir() if seal is None else (folder / SEAL).write_text(json.dumps(seal))
+
+
+@pytest.mark.parametrize(
+    "seal, error", [({"format": "tnt-checkpoint-2"}, "format='tnt-checkpoint-2' is not"), (None, "Is a directory")]
+)
+def test_a_checkpoint_that_may_be_complete_is_not_removed(tmp_path, seal, error):
+    """That of another release, or of a disk that does not answer."""
+    sealed(tmp_path, 4)
+    damaged(tmp_path / "checkpoint-4", seal)
+    before = content(tmp_path)
+    for remove in (make_room, settle):
+        with pytest.raises((ValueError, OSError), match=error):
+            remove(tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-4").rename(tmp_path / ASIDE)
+    with pytest.raises((ValueError, OSError), match=error):
+        bring_back(tmp_path)
+    assert {name.partition("/")[2]: x for name, x in content(tmp_path).items()} == {
+        name.partition("/")[2]: x for name, x in before.items()
+    }
+
+
+def test_what_cannot_be_removed_is_named_with_what_waits_for_its_place(tmp_path, monkeypatch):
+    sealed(tmp_path, 4)
+    make_room(tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / ".nfs0001").touch()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # of a file that another machine holds open
+    with pytest.raises(OSError, match=f"so {ASIDE}, complete, cannot take its place: '.*/checkpoint-4'"):
+        bring_back(tmp_path)
+    assert fault(tmp_path / ASIDE) is None
+
+
+def test_an_error_of_one_process_removes_nothing_that_others_write_to(tmp_path, monkeypatch):
+    """What a complete checkpoint lies aside for is settled by the next session."""
+    again = trainer(tmp_path, **EVERY)
+    sealed(tmp_path, 4)
+    for world_size, there in ((2, [ASIDE, "checkpoint-4"]), (1, ["checkpoint-4"])):
+        monkeypatch.setattr(type(again.args), "world_size", world_size)
+        with pytest.raises(OSError, match="could not be written"), again.saving(tmp_path / "checkpoint-4"):
+            make_room(tmp_path / "checkpoint-4")
+            (tmp_path / "checkpoint-4").mkdir()
+            raise OSError("full")
+        assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == there
+    assert steps(tmp_path) == [4]
+
+
 # --- what is deleted ---
+
+
+def test_what_only_looks_like_a_run_s_is_left_alone(tmp_path):
+    sealed(tmp_path, 2, 4)
+    for name in (".deleted-thoughts", f"{REPLACED}checkpoint-keep", "checkpoint-keep"):
+        (tmp_path / name).mkdir()
+    bring_back(tmp_path)
+    delete_old_checkpoints(tmp_path, 1)
+    assert steps(tmp_path) == [4]
+    kept = {".deleted-thoughts", f"{REPLACED}checkpoint-keep", "checkpoint-keep", "checkpoint-4"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_a_link_to_a_checkpoint_is_deleted_as_one(tmp_path):
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    sealed(elsewhere, 1)
+    sealed(tmp_path, 2)
+    (tmp_path / "checkpoint-1").symlink_to(elsewhere / "checkpoint-1")
+    delete_old_checkpoints(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "elsewhere"]
+    assert fault(elsewhere / "checkpoint-1") is None
 
 
 @pytest.mark.parametrize(
@@ -220,3 +296,41 @@ def test_a_checkpoint_that_was_found_is_not_kept_as_one_that_was_named(copy):
         shutil.rmtree(copy / f"checkpoint-{step}")
     trainer(copy, **EVERY, save_total_limit=1).fit()
     assert steps(copy) == [8]
+
+
+# --- what a session goes on from ---
+
+
+@pytest.mark.parametrize("value", [True, False, "", " "])
+def test_what_is_no_checkpoint_is_refused_by_name(tmp_path, value):
+    with pytest.raises(ValueError, match=f"resume={value!r}: must be 'auto', 'never' or the path"):
+        trainer(tmp_path, **EVERY).fit(resume=value)
+
+
+def test_the_library_s_own_door_goes_on_from_nothing_unseen(copy):
+    """It would take a checkpoint that is not complete, and save those that belong to no run."""
+    (copy / "checkpoint-8" / "optimizer.pt").unlink()
+    for value in (True, str(copy / "checkpoint-8")):
+        with pytest.raises(ValueError, match=f"resume_from_checkpoint={value!r}: would go on from what nobody"):
+            trainer(copy, **EVERY).train(resume_from_checkpoint=value)
+
+
+def test_a_best_checkpoint_that_is_not_to_be_loaded_may_be_damaged(copy):
+    state = json.loads((copy / "checkpoint-6" / "trainer_state.json").read_text())
+    shutil.rmtree(copy / "checkpoint-8")
+    state |= {"best_model_checkpoint": str(copy / "checkpoint-2"), "best_global_step": 2}
+    (copy / "checkpoint-6" / "trainer_state.json").write_text(json.dumps(state))
+    seal(copy / "checkpoint-6", json.loads((copy / "checkpoint-6" / SEAL).read_text())["run"])
+    (copy / "checkpoint-2" / "model.safetensors").write_bytes(b"")
+    trainer(copy, **EVERY).fit()
+    assert steps(copy) == [4, 6, 8]
+
+
+def test_what_an_interrupted_command_goes_on_from_is_told(tmp_path):
+    sealed(tmp_path, 2, 4)
+    args = trainer(tmp_path, **EVERY).args
+    assert next_start(args) == tmp_path / "checkpoint-4"
+    make_room(tmp_path / "checkpoint-4")
+    assert next_start(args) == tmp_path / "checkpoint-4", "it comes back"
+    args.resume_from_checkpoint = str(tmp_path / "checkpoint-2")
+    assert next_start(args) == tmp_path / "checkpoint-2"

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from tnt_hf.cli import main
-from tnt_hf.conversion import convert_checkpoint
+from tnt_hf.conversion import convert_checkpoint, staging
 from tnt_hf.conversion.files import sha256
 from tnt_hf.conversion.manifest import check_manifest
 from tnt_hf.conversion.model_card import front_matter
@@ -248,3 +248,63 @@ def test_a_folder_is_read_once_to_be_replaced(tmp_path, source, monkeypatch):
         (staging.folder / "new").touch()
         staging.commit()
     assert len(read) == len(set(read)) > 5 and [x.name for x in result.iterdir()] == ["new"]
+
+
+# --- a replacement in two steps, where the system cannot swap folders ---
+
+
+def break_off(monkeypatch, what, meanwhile=lambda: None) -> None:
+    """Between the steps: the folder to be replaced has been moved away."""
+    rename, count = os.rename, []
+    monkeypatch.setattr(staging, "_exchange", lambda *_: False)
+
+    def second(*names):
+        count.append(names)
+        if len(count) == 2:
+            meanwhile()
+            raise what
+        rename(*names)
+
+    monkeypatch.setattr(os, "rename", second)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("what", [KeyboardInterrupt(), OSError(errno.EIO, "broken")], ids=["interrupt", "error"])
+def test_a_replacement_that_breaks_off_between_its_steps_is_undone(tmp_path, source, monkeypatch, what):
+    target = convert_checkpoint(source, tmp_path / "result", progress=False)
+    before = bytes_of(target)
+    break_off(monkeypatch, what)
+    with pytest.raises(type(what)):
+        convert_checkpoint(source, target, overwrite=True, seed=1, progress=False)
+    assert bytes_of(target) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result", "source"]
+
+
+def test_what_was_to_be_replaced_is_kept_where_its_place_was_taken(tmp_path, source, monkeypatch):
+    """By the run that broke off, and by those after it, until the place is free."""
+    target = convert_checkpoint(source, tmp_path / "result", progress=False)
+    before = bytes_of(target)
+    break_off(monkeypatch, OSError(errno.ENOTEMPTY, "taken"), lambda: (target.mkdir(), (target / "x").touch()))
+    lost = "old, which an interrupted run was replacing, cannot go back to"
+    with pytest.raises(OSError, match="taken"), pytest.warns(UserWarning, match=lost):
+        convert_checkpoint(source, target, overwrite=True, seed=1, progress=False)
+    monkeypatch.undo()
+    (old,) = tmp_path.glob(".result.tnt-partial-*/old")
+    with pytest.raises(FileExistsError, match="not a conversion, never overwritten"):
+        convert_checkpoint(source, target, overwrite=True, progress=False)
+    assert bytes_of(old) == before
+    (target / "x").unlink()  # an empty folder is none
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        convert_checkpoint(source, target, progress=False)
+    assert bytes_of(target) == before and not old.exists()
+
+
+def test_a_folder_that_only_another_user_can_look_into_is_passed_by(tmp_path, source):
+    """Also a live one's: its lock cannot be opened."""
+    locked = tmp_path / ".result.tnt-partial-other" / LOCK
+    locked.mkdir(parents=True)  # which the superuser cannot open either
+    convert_checkpoint(source, tmp_path / "result", progress=False)
+    assert locked.is_dir()

@@ -68,6 +68,26 @@ def test_a_session_stays_its_owner_s(cache, tmp_path):
     assert (path.stat().st_uid, path.stat().st_gid, mode(path)) == (*owner, 0o640)
 
 
+@pytest.mark.parametrize("member", [True, False], ids=["of its group", "of another group"])
+def test_a_session_that_another_replaces_opens_to_no_other_group(cache, tmp_path, monkeypatch, member):
+    """Who is not its owner cannot give it back to them, but to its group, being of it; else the group has no say."""
+    chown, path = os.chown, tmp_path / "session"
+    path.touch()
+    path.chmod(0o660)
+    group = 4321 if os.geteuid() == 0 else [os.getegid(), *os.getgroups()][-1]
+    chown(path, -1, group)
+
+    def allowed(name, uid, gid):
+        if uid != -1 or not member:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        chown(name, uid, gid)
+
+    monkeypatch.setattr(os, "chown", allowed)
+    cache.save(path)
+    kept = member or path.stat().st_gid == group  # the only one that the process has
+    assert mode(path) == (0o660 if kept else 0o600) and (path.stat().st_gid == group) == kept
+
+
 def test_only_files_are_sessions(model, cache, tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")

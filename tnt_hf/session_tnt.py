@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-import shutil
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -104,7 +104,12 @@ def _regular(path: str | os.PathLike) -> Path:
 
 def _pass_on_access(old: Path, new: str) -> None:
     """Whoever may read or write a file may do so when it was replaced: the mode means its owner and group."""
+    was = old.stat()
+    mode = stat.S_IMODE(was.st_mode)
     if hasattr(os, "chown"):
-        with suppress(OSError):  # only the superuser gives files away
-            os.chown(new, old.stat().st_uid, old.stat().st_gid)
-    shutil.copymode(old, new)
+        for ids in ((-1, was.st_gid), (was.st_uid, -1)):  # only the superuser gives files away, but to groups all may
+            with suppress(OSError):
+                os.chown(new, *ids)
+        if os.stat(new).st_gid != was.st_gid:
+            mode &= ~stat.S_IRWXG  # which meant another group
+    os.chmod(new, mode)
