@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING
 from transformers.configuration_utils import PreTrainedConfig
 
 from tnt_hf.configuration_tnt import TNTConfig
+from tnt_hf.conversion.architectures import ARCHITECTURES
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,11 @@ def family_of(model_type: Any) -> Family:
         ValueError: there is none; lists those there are.
     """
     if model_type == "tnt":
-        raise ValueError("model_type='tnt': the source is a TNT model already")
+        raise ValueError("model_type='tnt': the source, which is named first, is a TNT model already")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"model_type={model_type!r}: not supported; supported are {', '.join(FAMILIES)}")
+        known = isinstance(model_type, str) and model_type in ARCHITECTURES
+        hint = "; tnt_hf.conversion.inject gives a loaded one a memory" if known else ""
+        raise ValueError(f"model_type={model_type!r}: not supported; supported are {', '.join(FAMILIES)}{hint}")
     return FAMILIES[model_type]
 
 

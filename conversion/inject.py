@@ -29,7 +29,8 @@ def inject(model: PreTrainedModel, config: LiZAConfig | TNTInjectionConfig, *, s
     At w = 0 ([`LiZAConfig`]) or with a closed gate ([`TNTInjectionConfig`]) the model computes what it did, bit for
     bit. The settings go into `model.config.tnt_injection` and are saved with it; the config becomes the model's own
     copy. A saved model is read back by `load_injected`, or by `inject` into its base and `load_state_dict`; loaded as
-    a plain checkpoint it raises in its first call, unless `attn_implementation="sdpa"` asks for the base alone.
+    a plain checkpoint it raises (where this module has been imported in its first call, elsewhere at once), unless
+    `attn_implementation="sdpa"` asks for the base alone.
 
     Args:
         model: of an architecture in [`~conversion.architectures.ARCHITECTURES`], with sdpa or eager attention.

@@ -88,8 +88,11 @@ def locate(source: str | os.PathLike, revision: str | None = None, **hub: Any) -
     tokenizer files, never code. hub: `token` and `cache_dir`, if not the usual ones.
 
     Raises:
-        FileNotFoundError: neither a folder nor the form of a Hub id. ValueError: no name.
+        FileNotFoundError: neither a folder nor the form of a Hub id. ValueError: no name, or an object.
     """
+    if not isinstance(source, (str, os.PathLike)):
+        made = f"source={type(source).__name__}: must be a folder or a Hub id"
+        raise ValueError(f"{made}; save a live model first, or give it a memory by tnt_hf.conversion.inject")
     if not str(source).strip():
         raise ValueError(f"source={str(source)!r}: must name a folder or a Hub id; the working directory is '.'")
     folder = Path(source)

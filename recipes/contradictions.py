@@ -121,7 +121,10 @@ def check_settings(given: dict[str, Any], defaults: dict[str, Any]) -> None:
     if value("source") is not None and mode == "stage2":
         refuse("mode", "goes on from a trained TNT model, not from a source to convert; name its folder as model")
     if value("tokenizer_vocab_size") is not None and (value("source") is not None or not preset):
-        refuse("tokenizer_vocab_size", "trains a tokenizer for a new model; one that is trained has its own")
+        refuse(
+            "tokenizer_vocab_size",
+            "trains a tokenizer for a new model; one that is trained has its own: set it to null",
+        )
     if value("window_dropout_warmup_steps") and not value("window_dropout"):
         refuse("window_dropout_warmup_steps", "has no effect without window_dropout")
     if value("lora") and trainable != "lora":

@@ -126,7 +126,7 @@ def texts_of(
     if not isinstance(data, str):
         return data
     chosen = {"config": config, "split": split or "train", "text_column": text_column}
-    return read_texts(data, **chosen, streaming=True, share=held_out, seed=seed)
+    return read_texts(data, **chosen, streaming=True, share=held_out, seed=seed, field="data")
 
 
 def documents_of(

@@ -283,8 +283,14 @@ def _entries(name: str, value: Any) -> list[str]:
     return [entry for key, inner in value.items() for entry in _entries(f"{name}.{key}", inner)]
 
 
+MEANT = {
+    "lr": "learning_rate", "batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs",
+    "seq_len": "sequence_length", "seq_length": "sequence_length", "max_seq_length": "sequence_length",
+}  # fmt: skip  # what other trainers call a field
+
+
 def _closest(name: Any, known: Any) -> str:
-    near = get_close_matches(str(name), known, n=1)
+    near = [MEANT[name]] if name in MEANT else get_close_matches(str(name), known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -17,8 +17,8 @@ from tnt_hf.recipes.token_store import Counts, TokenStore, encoded
 
 # Why the only document of a source is either trained on or held out, and what helps.
 HELD_OUT_WHOLE = (
-    "; documents are held out whole, and left out where no row can be made of them: give another --eval_share or"
-    " --sequence_length, or more documents"
+    "; documents are held out whole, and left out where no row can be made of them: give another --eval_share (0"
+    " holds out none) or --sequence_length, or more documents"
 )
 SHUFFLED_ROWS = 512  # rows of a stream that are shuffled among each other
 

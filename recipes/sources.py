@@ -257,7 +257,7 @@ class HubDataset:
 
 
 def open_source(
-    name: str, config: str | None, split: str, data: DataArguments, mode: str
+    name: str, config: str | None, split: str, data: DataArguments, mode: str, field: str = "dataset_name"
 ) -> StandardLibrary | LocalFiles | HubDataset:
     """
     Opens `name`: the word python-stdlib, an existing file or folder, or else an id on the Hub.
@@ -265,7 +265,7 @@ def open_source(
     A folder whose README.md declares a dataset in its YAML header has the splits and files that it declares.
 
     Args:
-        data: columns and whether to stream. mode: of the run.
+        data: columns and whether to stream. mode: of the run. field: what names `name`, for errors.
 
     Raises:
         ValueError: there is no such file, dataset, configuration, split or column, or nothing in it can be read.
@@ -283,7 +283,7 @@ def open_source(
         return LocalFiles(path, files_of(path, config, split), data, mode)
     named_like_a_path = name.startswith(".") or path.suffix in TABLES | TEXTS | {".gz"}
     if named_like_a_path or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise ValueError(f"dataset_name={name!r}: no such file or folder")
+        raise ValueError(f"{field}={name!r}: no such file or folder")
     return HubDataset(name, config, split, data, mode)
 
 
@@ -301,13 +301,14 @@ def read_texts(
     text_column: str = "text",
     share: float = 0.0,
     seed: int | None = None,
+    field: str = "dataset_name",
 ) -> Iterator[str]:
     """
     The texts of a source, empty ones left out: all of them, or with `share` > 0 those held out; in the order of the
     source, or with its files (shards) in one that follows from `seed`.
     """
     data = DataArguments(streaming=streaming, text_column=text_column)
-    source = open_source(name, config, split, data, "pretrain")
+    source = open_source(name, config, split, data, "pretrain", field)
     return (as_text(x.content) for x in part(source, share, share > 0, seed) if x.content)
 
 

@@ -121,6 +121,8 @@ def test_bad_config_values(tmp_path, source, field, value):
 def test_an_unsupported_architecture_lists_the_supported(tmp_path, source):
     edit_json(source / "config.json", model_type="mamba")
     refused(tmp_path, "'mamba': not supported; supported are llama, mistral, qwen2, qwen3, phi3")
+    edit_json(source / "config.json", model_type="gpt2")
+    refused(tmp_path, "qwen3, phi3; tnt_hf.conversion.inject gives a loaded one a memory")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '"llama"', '{"a":' * 100_000], ids=lambda text: text[:9])

@@ -35,6 +35,11 @@ def test_an_output_may_be_in_the_home_folder(tmp_path, monkeypatch):
     assert target_of("~/model") == tmp_path / "model"
 
 
+def test_a_live_model_is_no_source(tmp_path):
+    with pytest.raises(ValueError, match="source=Linear: must be a folder or a Hub id; save a live model first"):
+        convert_checkpoint(torch.nn.Linear(1, 1), tmp_path / "result", progress=False)
+
+
 @pytest.mark.parametrize("link", ["copy", "link"])
 def test_all_that_a_conversion_writes_is_on_the_disk(tmp_path, source, monkeypatch, link):
     """The files, the folders they are in, and the name of the result."""

@@ -349,7 +349,7 @@ def test_a_damaged_folder_is_refused(folder, tmp_path, file, message):
         ({"data": []}, "data: holds no text"),
         ({"data": ["", ""]}, "data: holds no text"),
         ({"data": [3]}, "a document is a int"),
-        ({"data": "no/such/file.txt"}, "no such file"),
+        ({"data": "no/such/file.txt"}, "^data='no/such/file.txt': no such file"),
     ],
 )
 def test_wrong_arguments_are_named(tokenizer, changes, message):

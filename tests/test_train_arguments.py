@@ -273,6 +273,7 @@ def test_recipes_of_the_package_have_short_names(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         ("--learning_rat 3", "learning_rat='3': is not a field; did you mean 'learning_rate'?"),
+        ("--lr 3", "lr='3': is not a field; did you mean 'learning_rate'?"),
         ("--hidden_sise 3", "hidden_sise='3': is not a field; did you mean 'hidden_size'?"),
         ("--model_config.hidden_sise 3", "model_config.hidden_sise=3: is not a field; did you mean 'hidden_size'?"),
         ("3", "'3': is not an option"),
