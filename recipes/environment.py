@@ -24,6 +24,7 @@ def environment(packages: tuple[str, ...] = ()) -> dict:
     status = tracked and _git("status", "--porcelain")
     return {
         "cpu": _cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # whose names say little: of vectors, "AVX2"
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],

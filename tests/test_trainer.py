@@ -506,7 +506,7 @@ def test_the_record(done):
     assert record["parameters"] == record["trained_parameters"] == sum(p.numel() for p in done.model.parameters())
     assert record["seconds"] > 0 and record["peak_memory_bytes"] > 2**27
     assert record["tokens_per_second"] > record["tokens_trained"] / record["seconds"]
-    assert {"cpu", "cores", "python", "versions", "commit"} <= record["environment"].keys()
+    assert {"cpu", "cpu_capability", "cores", "python", "versions", "commit"} <= record["environment"].keys()
     assert record["environment"]["versions"]["torch"] == torch.__version__
 
 
