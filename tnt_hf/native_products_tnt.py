@@ -28,8 +28,8 @@ typedef double real;
 #define TURNED_TILE 4, 4
 #elif defined(__AVX__)
 #define VB 32
-#define TILE 4, 2
-#define TURNED_TILE 4, 2
+#define TILE 6, 2
+#define TURNED_TILE 6, 2
 #elif defined(__aarch64__)
 #define VB 16
 #define TILE 8, 2
