@@ -75,9 +75,7 @@ def checked_tools(value, where: str) -> list[dict] | None:
     Raises:
         ValueError: it is neither; names `where`.
     """
-    tools = without_nulls(value)
-    if isinstance(value, str):
-        tools = _from_json(value, where) if value.strip() else None
+    tools = _said(value, where)
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"{where} must hold a list of objects (JSON schemas), got {value!r:.200}")
     return tools or None
@@ -90,14 +88,19 @@ def checked_template_kwargs(value, where: str) -> dict[str, Any] | None:
     Raises:
         ValueError: it is neither, or sets what is not the conversation's to set; names `where`.
     """
-    settings = without_nulls(value)
-    if isinstance(value, str):
-        settings = _from_json(value, where) if value.strip() else None
+    settings = _said(value, where)
     if settings and not isinstance(settings, dict):
         raise ValueError(f"{where} must hold an object, got {value!r:.200}")
     if taken := sorted(OF_THE_RENDERER & set(settings or ())):
         raise ValueError(f"{where} must not set {', '.join(map(repr, taken))}")
     return settings or None
+
+
+def _said(value, where: str) -> Any:
+    """What a column holds, itself without nulls or as JSON; `None` for an empty text."""
+    if isinstance(value, str):
+        return _from_json(value, where) if value.strip() else None
+    return without_nulls(value)
 
 
 def _from_json(text: str, where: str) -> Any:
