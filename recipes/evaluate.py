@@ -190,6 +190,8 @@ def main(arguments: list[str] | None = None) -> int:
         output = Path(options.model if local and is_of_ours(Path(options.model)) else "") / "evaluation"
     else:
         output = Path(expanduser(options.output))
+        if str(output).startswith("~"):  # it would be made here; a folder of that name is ./~...
+            raise ValueError(f"--output {options.output!r}: there is no such user, or none with a home folder")
     if not options.data.strip():
         raise ValueError(f"--data {options.data!r}: must name {STANDARD_LIBRARY}, a file, a folder or a dataset")
     if not 0 <= options.seed < 2**32:

@@ -450,6 +450,11 @@ def test_results_are_put_into_no_folder_of_somebody_else(folder, tokenizer, tmp_
         (["{folder}", "--output", "{folder}/config.json"], "is a file"),
         (["{folder}", "--output", "{folder}/config.json/x"], "cannot be written to"),
         (["{folder}", "--output", "/proc/evaluation"], "cannot be written"),
+        (["{folder}", "--output", "~nobody.here/out"], "--output '~nobody.here/out': there is no such user"),
+        (
+            ["{folder}", "--data", "~nobody.here/x.txt", "--output", "{empty}/out"],
+            "data='~nobody.here/x.txt': no such file",
+        ),
         (["{folder}", "--data", "{folder}", "--output", "{folder}/evaluation"], "lies in the folder of --data"),
         (["{folder}", "--tokenizer", "{empty}", "--output", "{empty}/out"], "holds no tokenizer"),
         (["{folder}", "--device", "abacus", "--output", "{empty}/out"], "--device abacus: "),
