@@ -192,6 +192,7 @@ ARROWS = {
         "memory_tnt",
         "cache_tnt",
         "continuation_tnt",
+        "generation_tnt",
         "state_tnt",
         "branch_tnt",
         "unit_tnt",
@@ -200,6 +201,7 @@ ARROWS = {
         "convolution_tnt",
     },
     "cache_name_tnt": set(),
+    "generation_tnt": {"cache_name_tnt", "cache_tnt", "configuration_tnt", "continuation_tnt", "masks_tnt"},
     "continuation_tnt": {"cache_name_tnt", "cache_tnt", "compiler_tnt", "configuration_tnt", "state_tnt"},
 }
 TORCH_ONLY = {name for name, siblings in ARROWS.items() if "configuration_tnt" not in siblings} - {

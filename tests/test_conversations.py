@@ -67,6 +67,110 @@ def test_an_answer_is_not_generated_twice_from_one_cache(make, length):
     assert torch.equal(model.generate(after, **options, **{CACHE_NAME: cache}), wanted)  # nothing was read
 
 
+SPOKEN = 12  # columns that `generate` has read of 9 and 4 new ones: the last token is still to be
+
+
+def spoken(model):
+    """A cache after `generate` of two rows, the second padded in front, and what to go on with: ids and mask."""
+    ids, mask = left_padded([tokens(1, 9)[0], tokens(1, 6, seed=2)[0]])
+    cache = TNTCache(model.config)
+    ids = model.generate(ids, attention_mask=mask, **{CACHE_NAME: cache}, **GREEDY)
+    return cache, *followed(ids, mask)
+
+
+def followed(ids, mask):
+    """What `generate` returned and three more tokens, with the mask of all of them."""
+    ids = torch.cat([ids, tokens(2, 3, seed=len(ids[0]))], 1)
+    return ids, torch.cat([mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
+
+
+@pytest.mark.parametrize("changes", [{}, {"memory_layers": []}, {"variant": "lmm"}], ids=str)
+@pytest.mark.parametrize("place", [(0, 0), (1, 3), (0, SPOKEN - 1)], ids=["first", "first of a row", "last"])
+def test_a_conversation_that_begins_otherwise_is_refused_before_it_is_read(changes, place, tmp_path):
+    """As templated or tokenized again: no length tells that the memory has learned something else."""
+    model = tiny_model(**changes)
+    cache, ids, mask = spoken(model)
+    cache.save(tmp_path / "session")
+    for going_on in (TNTCache.load(tmp_path / "session", model.config), copy.deepcopy(cache), cache):
+        said, valid = ids, mask
+        for _ in range(2):  # as after the first answer, so after the next
+            options = {"attention_mask": valid, **GREEDY}
+            other = said.clone()
+            other[place] = (other[place] + 1) % model.config.vocab_size
+            with pytest.raises(ValueError, match=rf"input_ids: row {place[0]} does not begin with the \d+ tokens"):
+                model.generate(other, **options, **{CACHE_NAME: going_on})
+            wanted = model.generate(said, **options)
+            assert torch.equal(model.generate(said, **options, **{CACHE_NAME: going_on}), wanted)  # nothing was read
+            said, valid = followed(wanted, valid)
+
+
+def test_what_stands_for_padding_or_behind_the_cached_tokens_is_free():
+    model = tiny_model()
+    cache, ids, mask = spoken(model)
+    ids[1, :3], ids[:, SPOKEN:] = 5, 6  # padding, the last token written and the new ones
+    wanted = model.generate(ids, attention_mask=mask, **GREEDY)
+    again = copy.deepcopy(cache)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **{CACHE_NAME: cache}, **GREEDY), wanted)
+    new = model.generate(ids[:, SPOKEN:], attention_mask=mask, **{CACHE_NAME: again}, **GREEDY)
+    assert torch.equal(new, wanted[:, SPOKEN:])
+
+
+def test_a_conversation_goes_on_behind_the_padding_of_rows_that_ended():
+    model = tiny_model()
+    ids = tokens(2, 9)
+    free = model.generate(ids, **GREEDY)
+    assert free[0, 10] not in free[1]
+    options = {"eos_token_id": int(free[0, 10]), "pad_token_id": 0, **GREEDY}
+    cache = TNTCache(model.config)
+    ids = model.generate(ids, **options, **{CACHE_NAME: cache})
+    assert ids[0, 11:].tolist() == [0, 0], "the first row ends two tokens before the other"
+    mask = torch.ones_like(ids)
+    mask[0, 11:] = ids[0, 11:] = 0
+    ids, mask = followed(ids, mask)
+    other, again = ids.clone(), ids.clone()
+    again[0, 11:13], other[0, 10] = 7, other[0, 10] + 1
+    options |= {"attention_mask": mask}
+    with pytest.raises(ValueError, match="input_ids: row 0"):
+        model.generate(other, **options, **{CACHE_NAME: cache})
+    assert torch.equal(
+        model.generate(again, **options, **{CACHE_NAME: cache})[:, 16:], model.generate(again, **options)[:, 16:]
+    )
+
+
+FORGETS = {
+    "other calls": lambda model, cache: model(tokens(2, 5), attention_mask=torch.ones(2, 17), **{CACHE_NAME: cache}),
+    "rows change places": lambda model, cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "rows are selected": lambda model, cache: cache.batch_select_indices(torch.tensor([1, 1])),
+    "rows repeat": lambda model, cache: cache.batch_repeat_interleave(1),
+    "tokens are taken back": lambda model, cache: (cache.crop(-2), model(tokens(2, 2), **{CACHE_NAME: cache})),
+    "it starts over": lambda model, cache: (
+        cache.reset(),
+        model(tokens(2, SPOKEN, seed=9), **{CACHE_NAME: cache}),
+    ),
+    "embeddings are read": lambda model, cache: (
+        cache.reset(),
+        model.generate(
+            tokens(2, 9, seed=9),
+            inputs_embeds=model.get_input_embeddings()(tokens(2, 9)),
+            **{CACHE_NAME: cache},
+            **GREEDY,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("forget", FORGETS.values(), ids=FORGETS.keys())
+def test_nobody_is_refused_over_tokens_that_are_not_known(forget):
+    model = tiny_model(memory_layers=[], sliding_window=None)
+    cache = TNTCache(model.config)
+    model.generate(tokens(2, 9), **{CACHE_NAME: cache}, **GREEDY)
+    assert cache.get_seq_length() == SPOKEN and cache.tokens_noted is not None
+    with torch.no_grad():
+        forget(model, cache)
+    rows, past = cache.layers[0].keys.shape[0], cache.get_seq_length()
+    model.generate(tokens(rows, past + 2, seed=7), **{CACHE_NAME: cache}, **GREEDY)
+
+
 @subjects
 @pytest.mark.parametrize(("given", "columns"), [(16, 20), (5, 14)])
 def test_a_mask_of_another_conversation_is_refused(make, given, columns):

@@ -44,7 +44,7 @@ FINGERPRINT = (
 INTERRUPTED = "was left behind by a call that broke off, and its layers hold different tokens"
 HEADER = "format", "config", "cumulative_lengths"
 # What a cache knows about its tokens that its tensors do not say.
-NOTES = "own_positions", "counts_padding", "windows_of_columns"
+NOTES = {"own_positions": bool, "counts_padding": bool, "windows_of_columns": bool, "tokens_noted": list}
 
 
 class TNTCache(DynamicCache):
@@ -71,6 +71,7 @@ class TNTCache(DynamicCache):
     own_positions = False  # whether its tokens were placed otherwise than without `position_ids`
     counts_padding = False  # whether padding in front of some of them is known to be counted in their positions
     holds_beams = False  # of a search that goes on
+    tokens_noted: list | None = None  # how many tokens `generate` left in it, and a digest of those of each row
     windows_of_columns: bool | None = None  # whether the last call's windows counted padding, too, if that is known
 
     def __init__(self, config: TNTConfig):
@@ -121,23 +122,25 @@ class TNTCache(DynamicCache):
         for layer in self._memory_layers():
             layer._map_states(torch.zeros_like)  # the library's zeros in place are refused after inference mode
         super().reset()
-        self.unusable = self.placed = self.agreed = self.windows_of_columns = None
+        self.unusable = self.placed = self.agreed = self.windows_of_columns = self.tokens_noted = None
         self.holds_padding = self.own_positions = self.counts_padding = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         with self._all_layers():
             super().reorder_cache(beam_idx)
+        self.tokens_noted = None
         if not self.holds_beams:  # which are moved within rows of one mask
             self.placed = self.agreed = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         with self._all_layers():
             super().batch_repeat_interleave(repeats)
+        self.tokens_noted = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         with self._all_layers():
             super().batch_select_indices(indices)
-        self.placed = self.agreed = None  # the mask of the last call is that of other rows
+        self.placed = self.agreed = self.tokens_noted = None  # the mask of the last call is that of other rows
 
     def detach(self) -> None:
         """
@@ -167,6 +170,7 @@ class TNTCache(DynamicCache):
         """
         for layer in self._memory_layers() or self.layers:
             layer.crop(tokens_to_remove)
+        self.tokens_noted = None
 
     def cached_window(self, layer_idx: int) -> int:
         """Number of keys a layer holds before this call's are added."""
@@ -273,7 +277,11 @@ class TNTCache(DynamicCache):
         cache._fill(tensors, _said(metadata, "cumulative_lengths", list), filled_with)
         cache.adapt(config)
         for name in metadata.keys() & set(NOTES):  # not in old ones
-            setattr(cache, name, _said(metadata, name, bool))
+            setattr(cache, name, _said(metadata, name, NOTES[name]))
+        if (noted := cache.tokens_noted) is not None:
+            tokens, digests = noted if len(noted) == 2 else (None, None)
+            if type(tokens) is not int or not isinstance(digests, list) or {*map(type, digests)} != {str}:
+                raise ValueError(f"session: tokens_noted={str(noted)[:60]} must be a number and a digest of each row.")
         cache.unplaced = set(range(len(cache.layers)))
         return cache
 

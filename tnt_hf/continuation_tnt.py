@@ -7,6 +7,7 @@ Axis legend
 Travels with every pushed checkpoint.
 """
 
+import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,6 +147,39 @@ def check_prompt(cache: Cache, given: int, columns: int, whole: bool = True, new
         f"attention_mask has {columns} columns, the prompt {given}, and {CACHE_NAME} holds {past} tokens already: to"
         f" go on from a cache pass {', or '.join(ways)}."
     )
+
+
+def note_tokens(cache: Cache, sequences: Tensor) -> None:
+    """Note in a [`TNTCache`] what tokens it holds: the first of `sequences` `[B, columns]`, if those are all."""
+    if not isinstance(cache, TNTCache):
+        return
+    past, mask, cache.ended.mask = int(cache.get_seq_length()), cache.ended.mask, None
+    whole = 0 < past <= sequences.shape[1]  # not where only the new ones were passed
+    cache.tokens_noted = [past, _digests(sequences, mask, past)] if whole else None
+
+
+def check_tokens(cache: Cache, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """
+    Raises:
+        ValueError: `input_ids` `[B, T]`, which begin with the cached tokens, begin with others than those noted last.
+    """
+    tokens, noted = getattr(cache, "tokens_noted", None) or (0, [])
+    if tokens != int(cache.get_seq_length()) or len(noted) != len(input_ids):
+        return  # nobody knows: other calls have read tokens since, or rows were moved
+    found = _digests(input_ids, attention_mask, tokens)
+    if different := [row for row, digests in enumerate(zip(found, noted)) if len({*digests}) > 1]:
+        raise ValueError(
+            f"input_ids: row {different[0]} does not begin with the {tokens} tokens that {CACHE_NAME} holds. Append"
+            " new tokens to those that `generate` returned (a conversation that is templated or tokenized again may"
+            " begin otherwise), or start with another cache."
+        )
+
+
+def _digests(ids: Tensor, mask: Tensor | None, tokens: int) -> list[str]:
+    """A digest of the first `tokens` of every row of `ids` `[B, T]`; it does not matter what stands for padding."""
+    ids = ids[:, :tokens]
+    ids = ids if mask is None or mask.ndim != 2 else ids.masked_fill(mask[:, :tokens].to(ids.device) == 0, -1)
+    return [hashlib.sha256(row.tobytes()).hexdigest() for row in ids.to("cpu", torch.int64).contiguous().numpy()]
 
 
 def check_continuation(cache: Cache, attention_mask: Any, past: int | Tensor, length: int) -> None:
@@ -335,9 +369,10 @@ def tokens_read(cache: Cache) -> Tensor | None:
 @dataclass
 class EndedRows:
     """Which rows `[B]` bool of a batch have ended in one call of `generate`, while others have not: it feeds them
-    padding and calls it valid, and what is known here keeps that out of the memory."""
+    padding and calls it valid, and what is known here keeps that out of the memory. Its mask tells them apart."""
 
     rows: Tensor | None = None
+    mask: Tensor | None = None  # of all tokens so far, `None` if all are valid
 
 
 class NotingCriteria(StoppingCriteriaList):

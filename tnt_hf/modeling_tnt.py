@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -46,26 +45,20 @@ from .cache_tnt import INTERRUPTED, TNTCache
 from .compiler_tnt import is_exporting
 from .configuration_tnt import LAYER_TYPES, TNTConfig
 from .continuation_tnt import (
-    BEAMS,
     UNANSWERED,
-    EndedRows,
-    NotingCriteria,
     check_batch,
     check_cache,
     check_continuation,
     check_kept,
     check_left_to_right,
-    check_mask,
     check_positions,
     check_program,
-    check_prompt,
-    check_usable,
-    check_used,
     check_whole_rows,
 )
 from .convolution_tnt import TNTCausalConv
 from .frozen_tnt import check_made_of, made_of
 from .gate_tnt import TNTGateLinear, TNTMemoryGate, TNTRMSNorm
+from .generation_tnt import TNTGenerationMixin
 from .masks_tnt import build_masks, counts_valid_tokens, default_positions, document_ids
 from .precision_tnt import cast, rounded, wide
 from .state_tnt import StateLayout
@@ -660,7 +653,7 @@ class TNTModel(TNTPreTrainedModel):
         return TNTModelOutputWithPast(last_hidden_state=hidden_states, **kept)
 
 
-class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
+class TNTForCausalLM(TNTPreTrainedModel, TNTGenerationMixin):
     """[`TNTModel`] with a language modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -727,120 +720,6 @@ class TNTForCausalLM(TNTPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             surprise=outputs.surprise,
         )
-
-    def init_continuous_batching(self, *args, **kwargs):
-        """Raises: its paged cache has no room for memory state, and a model without memory takes only a `Cache`."""
-        raise ValueError(
-            "generate_batch and continuous batching: a TNT model cannot use their paged cache; use generate() with"
-            " rows padded on the left."
-        )
-
-    @staticmethod
-    @with_cache_name
-    def create_masks_for_generate(
-        config: TNTConfig,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        cache: Cache | None,
-        **_: Any,
-    ) -> dict[str, Any]:
-        """Masks of a compiled decoding step, see [`build_masks`]."""
-        if cache is not None:
-            check_cache(cache, config)
-            check_continuation(cache, attention_mask, cache.get_seq_length(), inputs_embeds.shape[1])
-        return build_masks(config, inputs_embeds, attention_mask, cache)
-
-    def _get_static_cache_init_shape(self):
-        # The memory-only variant keeps keys of no width, which the cache learns from its first update.
-        return None if self.config.variant == "lmm" else super()._get_static_cache_init_shape()
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        """[`TNTCache`] by default; what cannot hold a memory is refused here, before any compute."""
-        kind, cache = generation_config.cache_implementation, model_kwargs.get(CACHE_NAME)
-        if self._is_stateful and getattr(generation_config, "is_assistant", False):
-            raise ValueError(
-                "assistant_model: with memory or a window it cannot draft, as its tokens cannot be taken back."
-            )
-        if self.config.memory_layer_indices and kind is not None and ("offloaded" in kind or kind == "quantized"):
-            raise ValueError(f"cache_implementation={kind!r} keeps no memory state; use None, 'dynamic' or 'static'.")
-        if cache is not None:
-            check_cache(cache, self.config)
-            check_usable(cache)
-            check_used(generation_config.use_cache)
-            mask, past = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
-            if (columns := self._columns(generation_config, model_kwargs, past + 1)) <= past:
-                check_prompt(cache, columns, columns)
-            if past and mask is not None and mask.ndim == 2:
-                check_mask(cache, mask, past)
-        if cache is None and kind in (None, "dynamic") and generation_config.use_cache is not False:
-            cache = model_kwargs[CACHE_NAME] = TNTCache(self.config)
-        else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-            cache = model_kwargs.get(CACHE_NAME)
-        if cache is not None:
-            cache.ended = generation_config._ended = EndedRows()
-
-    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
-        """That of the library, of tokens that follow the cached ones."""
-        embeds, piece = model_kwargs.get("inputs_embeds"), generation_config.prefill_chunk_size
-        embeds = embeds if is_first_iteration else None
-        given = (input_ids if embeds is None else embeds).shape[1]
-        if embeds is not None and piece is not None and given > min(piece, input_ids.shape[1]):
-            raise ValueError(f"prefill_chunk_size={piece}: only input_ids are read in pieces, not inputs_embeds.")
-        if (cache := model_kwargs.get(CACHE_NAME)) is not None:
-            check_prompt(cache, given, self._columns(generation_config, model_kwargs, given), new=embeds is None)
-        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-
-    @staticmethod
-    def _columns(generation_config, model_kwargs, default: int) -> int:
-        """Of the mask, which `generate` drops if it is all ones, and keeps its length."""
-        mask = model_kwargs.get("attention_mask")
-        return getattr(generation_config, "_mask_length", default) if mask is None else mask.shape[1]
-
-    def _assisted_decoding(self, input_ids, *args, **model_kwargs):
-        """That of the library, whose first call takes all tokens of `input_ids` for new ones."""
-        if (cache := model_kwargs.get(CACHE_NAME)) is not None:
-            given = input_ids.shape[1]
-            columns = self._columns(model_kwargs["generation_config"], model_kwargs, given)
-            check_prompt(cache, given, columns, whole=False)
-            if model_kwargs.get("attention_mask") is not None and cache.get_seq_length():
-                raise ValueError(
-                    f"attention_mask: has padding, which assisted decoding behind a filled {CACHE_NAME} cannot say."
-                )
-        return super()._assisted_decoding(input_ids, *args, **model_kwargs)
-
-    def _beam_search(self, *args, **model_kwargs):
-        """That of the library. Rows of the cache are then those that a next step would have been for."""
-        cache = model_kwargs.get(CACHE_NAME)
-        if cache is None:
-            return super()._beam_search(*args, **model_kwargs)
-        past, cache.holds_beams = int(cache.get_seq_length()), True
-        try:
-            return super()._beam_search(*args, **model_kwargs)
-        finally:
-            cache.holds_beams = False
-            if int(cache.get_seq_length()) != past:
-                cache.unusable = BEAMS
-
-    def _get_stopping_criteria(self, generation_config, *args, **kwargs):
-        """Those of the library, which note what rows they end if such rows get padding."""
-        criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)
-        ended = getattr(generation_config, "_ended", None)
-        padded = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        padded &= generation_config.num_beams in (None, 1)  # beams that have ended are set aside
-        return NotingCriteria(criteria, ended) if ended is not None and padded else criteria
-
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
-        """What rows get that have ended is padding in `attention_mask`, so that the cache can be gone on from."""
-        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-        cache = model_kwargs.get(CACHE_NAME)
-        ended = None if cache is None else getattr(cache, "ended", EndedRows()).rows
-        if ended is not None:
-            if (mask := model_kwargs.get("attention_mask")) is None:
-                mask = torch.ones(len(ended), cache.get_seq_length() + 1, dtype=torch.long, device=ended.device)
-            mask[:, -1] = ~ended
-            model_kwargs["attention_mask"] = mask
-        return model_kwargs
 
 
 # The library's heads ask `AutoModel` for their backbone, which does not know it where this code came with a
