@@ -40,13 +40,32 @@ def test_the_convolutions_gradient_is_its_derivative():
     )
 
 
-@pytest.mark.parametrize("dtype, autocast", [(torch.bfloat16, False), (torch.float32, True)])
-def test_narrow_numbers_are_left_to_the_librarys_convolution(dtype, autocast):
-    conv, window = TNTCausalConv(4, 4).to(dtype), torch.randn(1, 4, 40, dtype=dtype)
-    with torch.autocast("cpu", enabled=autocast):
-        found, wanted = conv(window), nn.Conv1d.forward(conv, window)
-    assert found.dtype == wanted.dtype == torch.bfloat16
-    assert torch.equal(found, wanted)
+@pytest.mark.parametrize(
+    "dtype, half, autocast",
+    [
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.float16, torch.float16, False),
+        (torch.float32, torch.bfloat16, True),
+        (torch.float32, torch.float16, True),
+    ],
+)
+def test_sums_of_a_convolution_in_half_precision_are_rounded_once(dtype, half, autocast):
+    torch.manual_seed(0)
+    conv, window = TNTCausalConv(4, 4).to(dtype), torch.randn(2, 4, 2 * BLOCK + 9, dtype=dtype, requires_grad=True)
+    nn.init.normal_(conv.weight)
+    with torch.autocast("cpu", half, enabled=autocast):  # a convolution's weights and inputs are rounded there, too
+        y, library = conv(window), nn.Conv1d.forward(conv, window)
+    towards = torch.randn_like(y)
+    inputs = [window, conv.weight]
+    found = [y, *torch.autograd.grad(y, inputs, towards)]
+    assert [x.dtype for x in found] == [half, dtype, dtype] and library.dtype == half
+    exact = [x.detach().to(half).double().requires_grad_() for x in inputs]
+    y = nn.functional.conv1d(*exact, groups=4)
+    wanted = [y, *torch.autograd.grad(y, exact, towards.double())]
+    digits = torch.finfo(half).eps / 2
+    for x, z in zip(found, wanted):  # 1e-5: a sum of float32, which the smallest are too small to be seen beside
+        torch.testing.assert_close(x.double(), z, rtol=1.01 * digits, atol=1e-5 * float(z.detach().abs().max()))
+    torch.testing.assert_close(found[0], library, rtol=2 * digits, atol=1e-5)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -24,26 +24,34 @@ ACCELERATE = "accelerate.hooks"
 class _Taps(torch.autograd.Function):
     """Depthwise convolution of x `[B, L, C]` with weight `[C, 1, K]`: y_t = sum_i weight_i x_{t + i}. Some tokens at a
     time, so that every tap finds them in the cache: several times as fast on a CPU as the library's kernel, whose
-    layout `[B, C, L]` would slow down all that reads y as well."""
+    layout `[B, C, L]` would slow down all that reads y as well. In half precision sums are float32, rounded once."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        taps = weight[:, 0].t().contiguous()
+        taps = _Taps.of(weight)
         y = x.new_empty(x.shape[0], x.shape[1] - len(taps) + 1, x.shape[2])
-        for here, shifted in _Taps.blocks(x, len(taps)):
-            torch.mul(shifted[0], taps[0], out=y[:, here])
+        for here, shifted in _Taps.blocks(x, len(taps), taps.dtype):
+            total = torch.mul(shifted[0], taps[0], out=y[:, here] if y.dtype == taps.dtype else None)
             for part, tap in zip(shifted[1:], taps[1:]):
-                y[:, here].addcmul_(part, tap)
+                total.addcmul_(part, tap)
+            if y.dtype != taps.dtype:
+                y[:, here] = total
         return y
 
     @staticmethod
-    def blocks(x: Tensor, K: int):
+    def of(weight: Tensor) -> Tensor:
+        """`[K, C]`, in the precision of sums."""
+        return weight[:, 0].t().to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
+
+    @staticmethod
+    def blocks(x: Tensor, K: int, dtype: torch.dtype):
         """Some tokens of y at a time, and the tokens of x under each of the K taps."""
         T = x.shape[1] - K + 1
         for start in range(0, T, BLOCK):
             stop = min(start + BLOCK, T)
-            yield slice(start, stop), [x[:, start + i : stop + i] for i in range(K)]
+            seen = x[:, start : stop + K - 1].to(dtype)
+            yield slice(start, stop), [seen[:, i : i + stop - start] for i in range(K)]
 
     @staticmethod
     def backward(ctx, d_y: Tensor):
@@ -53,19 +61,19 @@ class _Taps(torch.autograd.Function):
             sizes = None, [1], [0], [1], False, [0], len(weight)
             d_x, d_weight, _ = backward(d_y.transpose(1, 2), x.transpose(1, 2), weight, *sizes, wanted)
             return None if d_x is None else d_x.transpose(1, 2), d_weight
-        taps = weight[:, 0].t().contiguous()
-        d_x, d_taps = torch.empty_like(x), torch.zeros_like(taps)
+        taps = _Taps.of(weight)
+        d_x, d_taps = torch.empty_like(x, dtype=taps.dtype), torch.zeros_like(taps)
         d_x[:, : len(taps) - 1] = 0.0
-        blocks = zip(_Taps.blocks(x, len(taps)), _Taps.blocks(d_x, len(taps)))
+        blocks = zip(_Taps.blocks(x, len(taps), taps.dtype), _Taps.blocks(d_x, len(taps), taps.dtype))
         for (here, shifted), (_, d_shifted) in blocks:
-            d = d_y[:, here]
+            d = d_y[:, here].to(taps.dtype)
             torch.mul(d, taps[-1], out=d_shifted[-1])  # no block before wrote there
             for d_part, tap in zip(d_shifted[:-1], taps[:-1]):
                 d_part.addcmul_(d, tap)
             if ctx.needs_input_grad[1]:  # in stage 2 they are frozen, and these passes take as long as all others
                 for part, d_tap in zip(shifted, d_taps):
                     d_tap.add_((d * part).sum((0, 1)))
-        return d_x, d_taps.t()[:, None] if ctx.needs_input_grad[1] else None
+        return d_x.to(x.dtype), d_taps.t()[:, None].to(weight.dtype) if ctx.needs_input_grad[1] else None
 
 
 class TNTCausalConv(nn.Conv1d):
@@ -75,12 +83,16 @@ class TNTCausalConv(nn.Conv1d):
         super().__init__(channels, channels, kernel_size, groups=channels, bias=False)
 
     def forward(self, window: Tensor) -> Tensor:
-        plain = window.dtype == self.weight.dtype and window.dtype.itemsize >= 4
-        unusual = torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or torch.jit.is_tracing()
-        unusual = unusual or transformed()
-        if plain and window.is_cpu and window.dim() == 3 and not unusual:
-            return _Taps.apply(window.transpose(1, 2), self.weight).transpose(1, 2)
-        return super().forward(window)
+        unusual = torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
+        if not window.is_cpu or window.dim() != 3 or unusual:
+            return super().forward(window)
+        weight = self.weight
+        if torch.is_autocast_enabled("cpu"):  # which casts a convolution's inputs
+            dtype = torch.get_autocast_dtype("cpu")
+            window, weight = window.to(dtype), weight.to(dtype)
+        if window.dtype != weight.dtype:
+            return super().forward(window)
+        return _Taps.apply(window.transpose(1, 2), weight).transpose(1, 2)
 
     own_forward = forward  # what C and Triton compute in its place, see `is_plain`
 
