@@ -20,8 +20,9 @@ from tnt_hf.derivative_tnt import once_differentiable
 
 
 NAME = "blocked_causal"
-BLOCK = 64  # queries; the fastest of 32, 64 and 128 here
-ELEMENTS = 1 << 17  # of a step's scores, over some heads: they stay in the cache
+# Queries of a block, and elements of a step's scores over some heads: the fastest here. Wide scores stay in the cache.
+WIDE = 64, 1 << 17
+HALF = 128, 1 << 20  # these products take so long to begin that fewer and larger ones are faster
 
 
 @lru_cache
@@ -40,7 +41,7 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, window):
-        out, steps, kept = torch.empty_like(v), list(_Blocks.steps(*q.shape[:2], window)), []
+        out, steps, kept = torch.empty_like(v), list(_Blocks.steps(q, window)), []
         if window is not None and any(ctx.needs_input_grad):
             kept = [q.new_empty(*q[here].shape[:2], k[there].shape[1]) for here, there in steps]
         with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
@@ -52,14 +53,15 @@ class _Blocks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def steps(N, T, window):
+    def steps(q, window):
         """Of every step: which heads and queries, and which heads and keys. A window's keys begin at a multiple of
-        `BLOCK` if its width is one, a token before the first one seen: products of odd sides take longer."""
-        heads = max(1, ELEMENTS // (BLOCK * (T if window is None else min(T, window + BLOCK))))
+        the block if its width is one, a token before the first one seen: products of odd sides take longer."""
+        (N, T), (block, elements) = q.shape[:2], HALF if q.dtype.itemsize < 4 else WIDE
+        heads = max(1, elements // (block * (T if window is None else min(T, window + block))))
         for head in range(0, N, heads):
             these = slice(head, min(head + heads, N))
-            for start in range(0, T, BLOCK):
-                stop, first = min(start + BLOCK, T), 0 if window is None else max(0, start - window)
+            for start in range(0, T, block):
+                stop, first = min(start + block, T), 0 if window is None else max(0, start - window)
                 yield (these, slice(start, stop)), (these, slice(first, stop))
 
     @staticmethod
@@ -79,7 +81,7 @@ class _Blocks(torch.autograd.Function):
         q, k, v, *kept = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
-            for i, (here, there) in enumerate(_Blocks.steps(*q.shape[:2], ctx.window)):
+            for i, (here, there) in enumerate(_Blocks.steps(q, ctx.window)):
                 p = kept[i] if kept else _Blocks.probabilities(q, k, here, there, ctx.window)
                 d = d_out[here]
                 d_v[there].baddbmm_(p.mT, d)

@@ -63,7 +63,9 @@ def rows(count: int, length: int, seed: int = 1):
 
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 200])
 @pytest.mark.parametrize("length", [1, 63, 64, 150])
-def test_attention_in_blocks_is_the_librarys(length, window):
+@pytest.mark.parametrize("blocks", ["WIDE", "HALF"])
+def test_attention_in_blocks_is_the_librarys(blocks, length, window, monkeypatch):
+    monkeypatch.setattr(blocked_attention, "WIDE", getattr(blocked_attention, blocks))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64).requires_grad_()
@@ -77,6 +79,12 @@ def test_attention_in_blocks_is_the_librarys(length, window):
     pairs = zip(*(torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (wanted, found)))
     # float64 sums in another order
     assert torch.allclose(found, wanted, atol=1e-12) and all(torch.allclose(*pair, atol=1e-12) for pair in pairs)
+
+
+def test_half_precision_takes_larger_blocks():
+    q, window = torch.empty(4, 300, 8), 64
+    wide, half = (len(list(blocked_attention._Blocks.steps(x, window))) for x in (q, q.bfloat16()))
+    assert (wide, half) == (5, 3)
 
 
 @pytest.mark.long
