@@ -24,8 +24,8 @@ typedef double real;
    rows of A are neighbours in memory, a compiler loads them at once and then takes them apart: fewer, in long sums */
 #if defined(__AVX512F__)
 #define VB 64
-#define TILE 8, 2
-#define TURNED_TILE 4, 4
+#define TILE 6, 4
+#define TURNED_TILE 6, 4
 #elif defined(__AVX__)
 #define VB 32
 #define TILE 6, 2
