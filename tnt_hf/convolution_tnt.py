@@ -87,9 +87,9 @@ class TNTCausalConv(nn.Conv1d):
         if not window.is_cpu or window.dim() != 3 or unusual:
             return super().forward(window)
         weight = self.weight
-        if torch.is_autocast_enabled("cpu"):  # which casts a convolution's inputs
+        if torch.is_autocast_enabled("cpu"):  # which casts a convolution's inputs, but for float64
             dtype = torch.get_autocast_dtype("cpu")
-            window, weight = window.to(dtype), weight.to(dtype)
+            window, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (window, weight))
         if window.dtype != weight.dtype:
             return super().forward(window)
         return _Taps.apply(window.transpose(1, 2), weight).transpose(1, 2)
